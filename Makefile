@@ -1,0 +1,51 @@
+# make demo   sample a small network, print its predictions with spreads, draw a picture
+# make test   lint, types, documentation, tests: everything that must hold
+# Each creates the virtual environment .venv and installs what it needs; a second call is fast.
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint types docs serve-docs bench bias clean
+
+PYTHON ?= python3
+BIN := .venv/bin
+CPUS := $(shell nproc 2>/dev/null || echo 2)
+# each test process computes on one thread: many processes, no fight for cores
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: .venv/installed  ## sample a small network and draw a picture (demo.png)
+	$(BIN)/adammcmc demo
+
+test: lint types docs .venv/installed  ## lint, types, docs and the tests
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(CPUS) -m "not slow" -q
+
+test-slow: .venv/installed  ## the long statistical tests
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(CPUS) -m slow -q
+
+lint: .venv/installed  ## ruff: style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/installed  ## mypy --strict
+	$(BIN)/mypy
+
+docs: .venv/installed  ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+serve-docs: .venv/installed  ## read the documentation in a browser
+	$(BIN)/mkdocs serve
+
+bench: .venv/installed  ## the cost of a step against Adam's, as ratios
+	$(BIN)/python -m benchmarks.step_cost
+
+bias: .venv/installed  ## what Algorithm 1 really samples: the table of the docs
+	$(BIN)/python -m benchmarks.bias
+
+clean:  ## remove what was built
+	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache

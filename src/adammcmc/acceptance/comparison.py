@@ -1,0 +1,88 @@
+"""The protocol of acceptance tests: what a test may ask about a proposed move, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from adammcmc.leaves import Leaves
+from adammcmc.target import Evaluation, Potential
+
+__all__ = ["Comparison", "Test", "Verdict"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A current point and a proposed one; what a test does not ask for is not evaluated."""
+
+    potential: Potential
+    params: Leaves
+    proposed: Leaves
+    here: Evaluation
+    """This step's batch at the current point."""
+    there: Callable[[], Evaluation]
+    """This step's batch at the proposed point."""
+    log_q_ratio: Callable[[], Tensor]
+    """log q(theta|tau) - log q(tau|theta), (chains,), float64."""
+
+    @property
+    def num_chains(self) -> int:
+        return self.params[0].shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.params[0].device
+
+    @property
+    def batch_size(self) -> int | None:
+        """Examples in this step's batch; None when the closure returned only their mean."""
+        return self.here.losses.shape[1] if self.here.losses.dim() > 1 else None
+
+    def log_prior_difference(self) -> Tensor:
+        """log prior(tau) - log prior(theta), (chains,), float64."""
+        return self.potential.log_prior(self.proposed) - self.here.log_prior
+
+    def batch_log_ratio(self) -> Tensor:
+        """Y = U(theta) - U(tau) + log_q_ratio with U estimated on this step's batch, (chains,), float64."""
+        return self.log_q_ratio() - self.potential.compare(self.here, self.there())
+
+    def current_losses(self, indices: slice | Tensor) -> Tensor:
+        """l_i(theta) for chosen examples of the data set, (chains, len(indices)), float64."""
+        return self.potential.example_losses(self.params, indices).double()
+
+    def proposed_losses(self, indices: slice | Tensor) -> Tensor:
+        """l_i(tau) for chosen examples of the data set, (chains, len(indices)), float64."""
+        return self.potential.example_losses(self.proposed, indices).double()
+
+
+class Verdict(NamedTuple):
+    """A test's answer; each field has shape (chains,)."""
+
+    is_accepted: Tensor
+    acceptance_rate: Tensor
+    """min(1, exp(Y)), or the decision itself where the test stopped before Y was known."""
+    log_ratio: Tensor
+    """Y, float64; NaN where it is not known."""
+    is_finite: Tensor
+    """Whether U was finite at the proposed point, as far as the test looked."""
+    num_examples: Tensor
+    """How many examples of the data the decision looked at; NaN where that is not known."""
+
+
+class Test(Protocol):
+    """`test(comparison, carry, generator) -> (Verdict, carry)`; `carry` is the test's memory between steps, None at first."""
+
+    def __call__(self, comparison: Comparison, carry: Any, generator: torch.Generator) -> tuple[Verdict, Any]: ...
+
+    def approximation(self, *, fixed_data: bool) -> str | None:
+        """Why the test is not exact, in a few words; None if it is. `fixed_data`: each batch is the whole data set."""
+        ...
+
+    @property
+    def needs_noise(self) -> bool:
+        """Whether the test asks for `log_q_ratio`, so that sigma = 0 is impossible."""
+        ...

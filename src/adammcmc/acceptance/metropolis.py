@@ -1,0 +1,156 @@
+"""Metropolis-Hastings on this step's batch, on the whole data set, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from adammcmc.acceptance.comparison import Comparison, Verdict
+from adammcmc.errors import PerExampleLossRequired
+from adammcmc.leaves import is_finite
+
+__all__ = ["AlwaysAccept", "FullData", "Minibatch"]
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """Metropolis on this step's batch, the same batch on both sides: log uniform < Y (paper: eq. (3), section 4).
+
+    Exact when the batch is the whole data set (`fixed_data=True`) or the target is a density. Otherwise approximate: the
+    noise of the estimated ratio makes the sampled distribution too hot. Data: one more forward of this batch.
+    """
+
+    needs_noise: ClassVar[bool] = True
+
+    def __call__(self, comparison: Comparison, carry: None, generator: torch.Generator) -> tuple[Verdict, None]:
+        log_uniform = _log_uniform(comparison, generator)
+        size = comparison.batch_size
+        return _metropolis(comparison.batch_log_ratio(), log_uniform, float("nan") if size is None else size), None
+
+    def approximation(self, *, fixed_data: bool) -> str | None:
+        return None if fixed_data else "the ratio is estimated on a minibatch, which heats the target"
+
+    def __str__(self) -> str:
+        return "Metropolis on the batch"
+
+
+@dataclass(frozen=True)
+class FullData:
+    """Metropolis on the whole data set: Y from the float64 sum of l_i(tau) - l_i(theta) over all examples, in chunks.
+
+    Exact, whatever batch the proposal's gradient was taken on. Data: all n examples, one forward each (the losses at the
+    current point are remembered). The model must give the same losses when asked twice (no dropout, no batch statistics).
+
+    Args:
+        chunk_size: examples in one forward.
+        early_rejection: stop as soon as rejection is certain. Exact as well, but only if no loss can be negative
+            (cross entropy, squared error): a negative one is refused. It looks at the partial sum after each chunk, which on
+            an accelerator waits for it.
+    """
+
+    chunk_size: int = 4096
+    early_rejection: bool = False
+    needs_noise: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.chunk_size >= 1:
+            raise ValueError(f"`chunk_size` must be at least 1, got {self.chunk_size}.")
+
+    def __call__(
+        self, comparison: Comparison, carry: Tensor | None, generator: torch.Generator
+    ) -> tuple[Verdict, Tensor | None]:
+        log_uniform = _log_uniform(comparison, generator)
+        potential = comparison.potential
+        if (n := potential.num_examples) is None:
+            if not potential.fixed:
+                raise PerExampleLossRequired(
+                    "FullData() needs the losses of all examples. Pass `examples=TensorExamples(loss, inputs, targets)` "
+                    "to the sampler, with a loss that returns one number for each example."
+                )
+            return _metropolis(comparison.batch_log_ratio(), log_uniform, float("nan")), None  # the batch is all data
+
+        chunks = [slice(i, min(i + self.chunk_size, n)) for i in range(0, n, self.chunk_size)]
+        # the proposal's own evaluations come first: they may need the batch, and put the proposed weights in place
+        fixed_part = comparison.log_q_ratio() + comparison.log_prior_difference()
+        current = carry if carry is not None else torch.cat([comparison.current_losses(c) for c in chunks], 1)
+        if self.early_rejection:
+            return self._decide_early(comparison, _not_negative(current), chunks, fixed_part, log_uniform)
+        proposed = torch.cat([comparison.proposed_losses(c) for c in chunks], 1)
+        log_ratio = fixed_part - potential.inverse_temperature * (proposed - current).sum(1)
+        verdict = _metropolis(log_ratio, log_uniform, n)
+        return verdict, torch.where(verdict.is_accepted[:, None], proposed, current)
+
+    def _decide_early(
+        self, comparison: Comparison, current: Tensor, chunks: list[slice], fixed_part: Tensor, log_uniform: Tensor
+    ) -> tuple[Verdict, Tensor]:
+        """accept iff lambda * sum(D) < budget; since l_i(tau) >= 0, unseen examples can lower the sum only by l_i(theta)."""
+        lam = comparison.potential.inverse_temperature
+        budget = fixed_part - log_uniform
+        total, unseen = torch.zeros_like(budget), lam * current.sum(1)
+        slack = 1e-9 * (1 + unseen.abs())  # rounding of the partial sums must never decide
+        parts: list[Tensor] = []
+        seen = 0
+        while seen < current.shape[1] and not bool((total - unseen > budget + slack).all()):
+            chunk = chunks[len(parts)]
+            losses = _not_negative(comparison.proposed_losses(chunk))
+            total = total + lam * (losses - current[:, chunk]).sum(1)
+            unseen = unseen - lam * current[:, chunk].sum(1)
+            parts.append(losses)
+            seen = chunk.stop
+        if seen == current.shape[1]:
+            proposed = torch.cat(parts, 1)
+            log_ratio = fixed_part - lam * (proposed - current).sum(1)
+            verdict = _metropolis(log_ratio, log_uniform, seen)
+            return verdict, torch.where(verdict.is_accepted[:, None], proposed, current)
+        rejected = torch.zeros_like(budget)
+        unknown = torch.full_like(budget, torch.nan)
+        return Verdict(rejected.bool(), rejected, unknown, is_finite(total), rejected + seen), current
+
+    def approximation(self, *, fixed_data: bool) -> str | None:
+        return None
+
+    def __str__(self) -> str:
+        return "Metropolis on the full data" + (", early rejection" if self.early_rejection else "")
+
+
+@dataclass(frozen=True)
+class AlwaysAccept:
+    """No correction: every proposal inside the prior's support is taken. Approximate (an unadjusted sampler).
+
+    The loss at the proposal is not evaluated, so a step costs what the optimizer's own step costs. With sigma = 0 it *is*
+    the optimizer. A non-finite loss is met one step later, at the new current point, where the chain freezes.
+    """
+
+    needs_noise: ClassVar[bool] = False
+
+    def __call__(self, comparison: Comparison, carry: None, generator: torch.Generator) -> tuple[Verdict, None]:
+        inside = is_finite(comparison.log_prior_difference())
+        unknown = torch.full_like(comparison.here.log_prior, torch.nan)
+        return Verdict(inside, inside.double(), unknown, inside, torch.zeros_like(unknown)), None
+
+    def approximation(self, *, fixed_data: bool) -> str | None:
+        return "no Metropolis correction"
+
+    def __str__(self) -> str:
+        return "always accept"
+
+
+def _not_negative(losses: Tensor) -> Tensor:
+    if bool((losses < 0).any()):
+        raise ValueError("FullData(early_rejection=True) met a negative loss, for which it is not exact. Set it to False.")
+    return losses
+
+
+def _log_uniform(comparison: Comparison, generator: torch.Generator) -> Tensor:
+    return torch.rand(comparison.num_chains, dtype=torch.float64, device=comparison.device, generator=generator).log()
+
+
+def _metropolis(log_ratio: Tensor, log_uniform: Tensor, num_examples: float) -> Verdict:
+    """Accept iff log uniform < Y; a NaN ratio compares false and is a rejection."""
+    is_accepted = log_uniform < log_ratio
+    acceptance_rate = log_ratio.clamp(max=0).exp().nan_to_num(nan=0.0)
+    num = torch.full_like(log_ratio, num_examples)
+    return Verdict(is_accepted, acceptance_rate, log_ratio, is_finite(log_ratio), num)

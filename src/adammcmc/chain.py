@@ -1,0 +1,86 @@
+"""Many transitions: burn-in, gap, draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adammcmc.errors import NonFiniteLoss
+from adammcmc.kernel import Info, Kernel
+from adammcmc.leaves import flatten, unflatten
+from adammcmc.progress import track
+from adammcmc.target import Density
+
+__all__ = ["sample_density"]
+
+
+def sample_density(
+    log_density: Callable[[Any], Tensor],
+    initial: Any,
+    kernel: Kernel,
+    *,
+    num_steps: int,
+    burn_in: int = 0,
+    gap: int = 1,
+    seed: int | torch.Generator = 0,
+    progress: bool = True,
+) -> tuple[Any, Info]:
+    """Draw from any differentiable density, with as many chains as `initial` has rows, in one batched evaluation a step.
+
+    Args:
+        log_density: maps (chains, dim), or a pytree of tensors (chains, ...), to (chains,); -inf outside the support. It need
+            not be normalised. Chains must not influence each other.
+        initial: starting points, on the device where the chains shall run.
+        kernel: from `adammcmc.kernels`.
+        num_steps: transitions in all, burn-in included.
+        burn_in: transitions before the first draw is kept.
+        gap: one draw is kept every `gap` transitions. A rejected proposal repeats the current point, and counts.
+        seed: fixes every random number; the same seed on the same device gives the same draws. A generator is used as it is.
+        progress: show a bar if standard error is a terminal (needs `rich`).
+
+    Returns:
+        The draws, (chains, draws, dim) or a pytree of such, and an `Info` whose fields are (chains, draws).
+
+    Example:
+        >>> kernel = adammcmc.kernels.mala(step_size=0.5)
+        >>> draws, info = sample_density(lambda x: -x.square().sum(1) / 2, torch.zeros(1000, 2), kernel, num_steps=50)
+        >>> draws.shape, info.is_accepted.shape
+        (torch.Size([1000, 50, 2]), torch.Size([1000, 50]))
+    """
+    if not num_steps > burn_in >= 0:
+        raise ValueError(f"`num_steps` must exceed `burn_in` >= 0, got {num_steps} and {burn_in}.")
+    if not 1 <= gap <= num_steps - burn_in:
+        raise ValueError(f"`gap` must be between 1 and num_steps - burn_in = {num_steps - burn_in}, got {gap}.")
+    leaves, structure = flatten(initial)
+    if not leaves:
+        raise ValueError("`initial` holds no tensor.")
+    generator = seed
+    if not isinstance(generator, torch.Generator):
+        generator = torch.Generator(leaves[0].device).manual_seed(generator)
+
+    potential = Density(log_density, like=initial)
+    state = kernel.init(unflatten(tuple(x.detach().clone() for x in leaves), structure), potential)
+    num_draws = (num_steps - burn_in) // gap
+    draws = [x.new_empty(x.shape[0], num_draws, *x.shape[1:]) for x in leaves]
+    infos: list[Info] = []
+    for step in track(range(1, num_steps + 1), "sampling", show=progress):
+        state, info = kernel.step(state, potential, generator)
+        draw, rest = divmod(step - burn_in, gap)
+        if step > burn_in and rest == 0:
+            for kept, leaf in zip(draws, flatten(state.params)[0], strict=True):
+                kept[:, draw - 1] = leaf
+            infos.append(info)
+    result = unflatten(tuple(draws), structure), Info(*(torch.stack(field, 1) for field in zip(*infos, strict=True)))
+    if bool((state.frozen_at >= 0).any()):
+        chain = int((state.frozen_at >= 0).nonzero()[0])
+        error = NonFiniteLoss(
+            f"{int((state.frozen_at >= 0).sum())} chains met a NaN or infinite density or gradient at their own position and "
+            f"stopped there; the first is chain {chain}, at step {int(state.frozen_at[chain])}. The draws so far are in the "
+            "exception's `result`."
+        )
+        error.result = result
+        raise error
+    return result

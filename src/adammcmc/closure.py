@@ -1,0 +1,187 @@
+"""A training loop's closure as a potential: the loss of a batch at whatever weights the model holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from adammcmc.data import Examples
+from adammcmc.leaves import Leaves
+from adammcmc.packing import Packing
+from adammcmc.target import Evaluation, Target, potential_difference
+
+__all__ = ["Closure", "ClosurePotential"]
+
+Closure = Callable[[], Tensor | float]
+"""Returns the mean loss of a batch, shape (), or the losses of its examples, shape (batch,), at the model's weights.
+
+It may call `backward` itself (after `zero_grad`), as closures for LBFGS do; it then pays a backward at each evaluation.
+"""
+
+
+class ClosurePotential:
+    """The potential of one step's closures over live parameters (one chain): evaluating at a point writes it there.
+
+    Args:
+        closures: the micro-batches of the step, mostly one.
+        packing: the model's trainable parameters and how they lie in leaves.
+        held: the leaves whose values the parameters have now.
+        name: what the parameter of this index is called in messages.
+    """
+
+    def __init__(
+        self,
+        closures: Sequence[Closure],
+        packing: Packing,
+        held: Leaves,
+        *,
+        target: Target,
+        examples: Examples | None,
+        fixed: bool,
+        name: Callable[[int], str],
+    ) -> None:
+        self.scale = target.scale
+        self.inverse_temperature = target.inverse_temperature
+        self.fixed = fixed
+        self._prior = target.prior
+        self._closures = closures
+        self._packing = packing
+        self._live = packing.params
+        self._held = held
+        self._examples = examples
+        self._name = name
+        self._calls_backward: bool | None = None  # unknown before the first call
+
+    @property
+    def num_examples(self) -> int | None:
+        return None if self._examples is None else len(self._examples)
+
+    def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
+        self.place(params)
+        if not with_grad:
+            return Evaluation(self._losses()[None], self.log_prior(params), None)
+        losses, grads = self._differentiate()
+        return Evaluation(losses[None], self.log_prior(params), self._join(grads, params))
+
+    def _join(self, grads: Sequence[Tensor], params: Leaves) -> Leaves:
+        """The gradient of V as leaves: the loss's part and the prior's."""
+        if self._prior is not None and (prior_grad := self._prior.grad(self._packing.views(params))) is not None:
+            grads = [g.sub(q, alpha=1 / self.scale) for g, q in zip(grads, prior_grad, strict=True)]
+        return self._packing.join(grads)
+
+    def compare(self, current: Evaluation, proposed: Evaluation) -> Tensor:
+        if current.losses.shape != proposed.losses.shape:
+            raise ValueError(
+                f"the closure returned losses of shape {tuple(current.losses.shape[1:])} at the current weights and "
+                f"{tuple(proposed.losses.shape[1:])} at the proposed ones. Both calls must see the same batch: fetch it "
+                "outside of the closure."
+            )
+        return potential_difference(self.scale, current, proposed)
+
+    def log_prior(self, params: Leaves) -> Tensor:
+        if self._prior is None:
+            return torch.zeros(1, dtype=torch.float64, device=params[0].device)
+        value = self._prior.log_density(self._packing.views(params))
+        return value.detach().double().reshape(1)
+
+    def example_losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
+        assert self._examples is not None
+        self.place(params)
+        with torch.no_grad():
+            return self._examples.losses(indices)[None]
+
+    def place(self, params: Leaves) -> None:
+        """Write these values into the live parameters, unless they are there already."""
+        if params is not self._held:
+            self._packing.write(params)
+            self._held = params
+
+    def _losses(self) -> Tensor:
+        """Losses of all micro-batches, without gradient (a closure that calls backward gets its way, and `grad` its value)."""
+        saved = [p.grad for p in self._live]
+        with torch.set_grad_enabled(bool(self._calls_backward)):
+            losses = [_checked(closure()) for closure in self._closures]
+        for p, g in zip(self._live, saved, strict=True):
+            p.grad = g
+        return _joined([x.detach() for x in losses])
+
+    def _differentiate(self) -> tuple[Tensor, list[Tensor]]:
+        """The losses of all micro-batches, and the gradient of their mean."""
+        first_call = self._calls_backward is None
+        saved = [p.grad for p in self._live]
+        for p in self._live:
+            p.grad = None  # so that a closure that calls backward is seen, and starts from zero
+        losses: list[Tensor] = []
+        sums: list[Tensor] | None = None
+        for closure in self._closures:
+            with torch.enable_grad():
+                loss = _checked(closure())
+                called = any(p.grad is not None for p in self._live)
+                if not called:
+                    sums = self._add_grad(loss.mean() if len(self._closures) == 1 else loss.sum(), sums)
+            losses.append(loss.detach())
+            self._calls_backward = called
+        if self._calls_backward:
+            if len(self._closures) > 1:
+                raise ValueError("a list of closures must leave `backward` to the sampler; one closure may call it itself.")
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self._live]
+            self._check(grads)
+        else:
+            assert sums is not None
+            grads = sums
+            if len(self._closures) > 1:
+                count = sum(x.numel() for x in losses)
+                grads = [g.div_(count) for g in grads]
+        if not (self._calls_backward and first_call):  # p.grad stays what the user's own first backward left there
+            for p, g in zip(self._live, saved, strict=True):
+                p.grad = g
+        return _joined(losses), grads
+
+    def _add_grad(self, loss: Tensor, sums: list[Tensor] | None) -> list[Tensor]:
+        if not loss.requires_grad:
+            raise ValueError(
+                "the closure returned a loss that does not depend on the parameters by autograd. Return the loss tensor "
+                "itself (no .item(), no .detach(), no torch.no_grad()), computed by the model whose parameters are sampled."
+            )
+        # a parameter that the loss does not reach has gradient zero: it is sampled too, from its prior
+        self._packing.last_grads = ()
+        grads = torch.autograd.grad(loss, list(self._live), allow_unused=True, materialize_grads=True)
+        self._packing.last_grads = grads
+        self._check(grads)
+        return list(grads) if sums is None else [s.add_(g) for s, g in zip(sums, grads, strict=True)]
+
+    def _check(self, grads: Sequence[Tensor]) -> None:
+        for i, g in enumerate(grads):
+            if g.layout != torch.strided:
+                raise ValueError(f"{self._name(i)} has a sparse gradient, which has no density. Use sparse=False in the layer.")
+
+
+def _checked(loss: Tensor | float) -> Tensor:
+    if isinstance(loss, float):
+        loss = torch.tensor(loss, dtype=torch.float64)
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the closure must return the loss as a tensor, got {type(loss).__name__}.")
+    if loss.dim() > 1:
+        raise ValueError(
+            f"the closure must return the mean loss, shape (), or one loss for each example, shape (batch,), "
+            f"got shape {tuple(loss.shape)}."
+        )
+    if loss.numel() == 0:
+        raise ValueError("the closure returned no losses: the batch is empty.")
+    if not loss.is_floating_point() or loss.dtype in (torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"the closure returned a loss in {loss.dtype}: its rounding, times num_data, would swamp the acceptance ratio. "
+            "Compute the loss in float32, for example F.cross_entropy(model(x).float(), y)."
+        )
+    return loss
+
+
+def _joined(losses: list[Tensor]) -> Tensor:
+    """The losses of all micro-batches: as the closure returned them, or in one row."""
+    if len(losses) == 1:
+        return losses[0]
+    if len({x.dim() for x in losses}) > 1:
+        raise ValueError("the closures of one step must all return means, or all return losses of single examples.")
+    return torch.cat([x.reshape(-1) for x in losses])

@@ -1,0 +1,18 @@
+"""The named exceptions: raised where a caller would want to act on the kind of failure."""
+
+__all__ = ["NonFiniteLoss", "PerExampleLossRequired"]
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss or its gradient was NaN or infinite at the chain's *current* weights.
+
+    The chain froze at that step: its weights and moments are those of the last healthy step.
+    A non-finite loss at a *proposed* point is no error; it is a rejection, counted by `Info.is_finite`.
+    """
+
+    result: object = None
+    """What was drawn before the error, in the form that the call would have returned; None where there is no such thing."""
+
+
+class PerExampleLossRequired(RuntimeError):
+    """The acceptance test needs the losses of single examples, and the sampler was given no `examples`."""

@@ -1,0 +1,161 @@
+"""Acceptance tests: a table that every test goes through, then what is particular to one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from adammcmc.acceptance import AlwaysAccept, Comparison, FullData, Minibatch, Test
+from adammcmc.leaves import Leaves
+from adammcmc.target import Evaluation
+
+Test.__test__ = False  # type: ignore[attr-defined]  # a protocol, not a test case
+
+
+class Synthetic:
+    """n losses of a quadratic model, l_i(theta) = (theta - x_i)^2 / 2, for one chain."""
+
+    scale = inverse_temperature = 1.0
+    fixed = False
+
+    def __init__(self, data: Tensor, lam: float = 1.0) -> None:
+        self.data, self.inverse_temperature, self.scale = data, lam, lam * len(data)
+        self.asked: list[slice | Tensor] = []
+
+    @property
+    def num_examples(self) -> int:
+        return len(self.data)
+
+    def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
+        return Evaluation(self._losses(params, slice(None)), self.log_prior(params), None)
+
+    def compare(self, current: Evaluation, proposed: Evaluation) -> Tensor:
+        return self.scale * (proposed.losses - current.losses).mean(1) - (proposed.log_prior - current.log_prior)
+
+    def log_prior(self, params: Leaves) -> Tensor:
+        return torch.where(params[0][:, 0].abs() < 5, -0.1 * params[0][:, 0] ** 2, -math.inf)
+
+    def example_losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
+        self.asked.append(indices)
+        return self._losses(params, indices)
+
+    def _losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
+        return 0.5 * (params[0] - self.data[indices]) ** 2
+
+
+DATA = torch.randn(37, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def compare(here: float, there: float, log_q: float, lam: float = 1.0) -> tuple[Comparison, Synthetic, float]:
+    """A comparison, its potential, and the exact log ratio."""
+    potential = Synthetic(DATA, lam)
+    current, proposed = ((torch.tensor([[at]], dtype=torch.float64),) for at in (here, there))
+    evaluation = potential.evaluate(current, with_grad=False)
+    comparison = Comparison(
+        potential,
+        current,
+        proposed,
+        evaluation,
+        lambda: potential.evaluate(proposed, with_grad=False),
+        lambda: torch.tensor([log_q], dtype=torch.float64),
+    )
+    exact = log_q - lam * float((0.5 * (there - DATA) ** 2 - 0.5 * (here - DATA) ** 2).sum()) - 0.1 * (there**2 - here**2)
+    return comparison, potential, exact
+
+
+CONTRACT = {
+    "minibatch": Minibatch(),
+    "full data": FullData(chunk_size=10),
+    "full data, one chunk": FullData(),
+    "full data, early rejection": FullData(chunk_size=10, early_rejection=True),
+    "always": AlwaysAccept(),
+}
+EXACT = [name for name in CONTRACT if name != "always"]  # the batch of `compare` is the whole data set
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_every_test_is_small_frozen_and_declares_itself(name: str) -> None:
+    test = CONTRACT[name]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        test.chunk_size = 1  # type: ignore[misc]
+    assert isinstance(test.approximation(fixed_data=False), str | None)
+    assert isinstance(test.needs_noise, bool)
+    assert str(test)
+    assert (test.__doc__ or "").lower().count("exact") + (test.__doc__ or "").lower().count("approximate") > 0
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_every_verdict_has_its_shape_and_repeats_with_the_generator(name: str) -> None:
+    comparison, _, _ = compare(0.1, 0.2, 0.0)
+    verdicts = [CONTRACT[name](comparison, None, torch.Generator().manual_seed(5))[0] for _ in range(2)]
+    for field, other in zip(*verdicts, strict=True):
+        assert field.shape == (1,)
+        assert torch.equal(field, other) or bool(field.isnan() & other.isnan())
+    assert verdicts[0].is_accepted.dtype == torch.bool
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_no_test_leaves_the_support(name: str) -> None:
+    comparison, _, _ = compare(4.9, 5.1, 1e9)
+    for seed in range(20):
+        verdict, _ = CONTRACT[name](comparison, None, torch.Generator().manual_seed(seed))
+        assert not bool(verdict.is_accepted)
+        assert float(verdict.acceptance_rate) == 0
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.2])
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_tests_accept_at_the_metropolis_rate(name: str, lam: float) -> None:
+    comparison, _, exact = compare(0.0, 0.2, 0.4, lam)
+    rate = min(1.0, math.exp(exact))
+    generator = torch.Generator().manual_seed(1)
+    carry, accepted, n = None, 0, 4000
+    for _ in range(n):
+        verdict, _ = CONTRACT[name](comparison, carry, generator)
+        accepted += int(verdict.is_accepted)
+        if verdict.log_ratio.isfinite():
+            assert float(verdict.log_ratio) == pytest.approx(exact, rel=1e-9)
+            assert float(verdict.acceptance_rate) == pytest.approx(rate, rel=1e-9)
+    assert 0.05 < rate < 0.95
+    assert abs(accepted / n - rate) < 4.5 * math.sqrt(rate * (1 - rate) / n)
+
+
+def test_chunks_do_not_matter() -> None:
+    comparison, _, exact = compare(0.3, -0.2, 0.0)
+    for size in (1, 7, 36, 37, 1000):
+        verdict, carry = FullData(chunk_size=size)(comparison, None, torch.Generator().manual_seed(0))
+        assert float(verdict.log_ratio) == pytest.approx(exact, rel=1e-12)
+        assert carry is not None
+        assert carry.shape == (1, 37)
+
+
+def test_full_data_remembers_the_losses_of_the_point_it_ends_at() -> None:
+    for early in (False, True):
+        for there in (0.01, 3.0):  # accepted, rejected
+            comparison, potential, _ = compare(0.0, there, 0.0)
+            test = FullData(chunk_size=5, early_rejection=early)
+            verdict, carry = test(comparison, None, torch.Generator().manual_seed(0))
+            assert bool(verdict.is_accepted) == (there == 0.01)
+            point = comparison.proposed if bool(verdict.is_accepted) else comparison.params
+            torch.testing.assert_close(carry, potential._losses(point, slice(None)))
+            potential.asked.clear()
+            test(comparison, carry, torch.Generator().manual_seed(0))
+            assert len(potential.asked) <= 8, "only the proposed point is evaluated when the current one is known"
+
+
+def test_early_rejection_stops_and_says_how_far_it_went() -> None:
+    comparison, potential, _ = compare(0.0, 4.0, 0.0)
+    verdict, _ = FullData(chunk_size=5, early_rejection=True)(comparison, None, torch.Generator().manual_seed(0))
+    assert not bool(verdict.is_accepted)
+    assert float(verdict.num_examples) < 37
+    assert bool(verdict.log_ratio.isnan())
+    assert float(verdict.acceptance_rate) == 0
+
+
+def test_a_bad_chunk_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="`chunk_size` must be at least 1, got 0"):
+        FullData(chunk_size=0)

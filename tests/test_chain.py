@@ -1,0 +1,132 @@
+"""The functional door."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from adammcmc import Density, NonFiniteLoss, kernels, sample_density
+
+
+def gaussian(x: torch.Tensor) -> torch.Tensor:
+    return -0.5 * x.square().sum(1)
+
+
+def test_a_seed_fixes_every_draw() -> None:
+    initial = torch.zeros(10, 3)
+    first, _ = sample_density(gaussian, initial, kernels.mala(0.3), num_steps=20, seed=4)
+    again, _ = sample_density(gaussian, initial, kernels.mala(0.3), num_steps=20, seed=4)
+    other, _ = sample_density(gaussian, initial, kernels.mala(0.3), num_steps=20, seed=5)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_split_is_unsplit_bit_for_bit_generator_included() -> None:
+    """State, then the same state again from its parts: nothing else is remembered."""
+    for kernel in (kernels.adam_mcmc(0.05, sigma=0.3, sigma_along=1.0), kernels.mala(0.2, sigma_along=0.5)):
+        potential = Density(gaussian)
+        generator = torch.Generator().manual_seed(1)
+        state = kernel.init(torch.ones(7, 3), potential)
+        for _ in range(10):
+            state, _ = kernel.step(state, potential, generator)
+        saved_state, saved_generator = state, generator.get_state()
+        for _ in range(10):
+            state, info = kernel.step(state, potential, generator)
+        resumed = torch.Generator()
+        resumed.set_state(saved_generator)
+        for _ in range(10):
+            saved_state, resumed_info = kernel.step(saved_state, Density(gaussian), resumed)
+        assert torch.equal(state.params, saved_state.params)
+        torch.testing.assert_close(info, resumed_info, rtol=0, atol=0, equal_nan=True)
+
+
+def test_pytrees_are_the_same_target_as_their_concatenation() -> None:
+    initial = {"a": torch.zeros(400, 2).double(), "b": (torch.zeros(400, 1, 3).double(),)}
+
+    def log_density(tree: dict) -> torch.Tensor:
+        return gaussian(tree["a"]) + gaussian(tree["b"][0].flatten(1)) * 4
+
+    draws, info = sample_density(log_density, initial, kernels.mala(0.2), num_steps=400, burn_in=100, seed=2)
+    assert draws["a"].shape == (400, 300, 2)
+    assert draws["b"][0].shape == (400, 300, 1, 3)
+    assert info.acceptance_rate.shape == (400, 300)
+    for sample, variance in ((draws["a"], 1.0), (draws["b"][0].flatten(2), 0.25)):
+        chains = sample.square().mean((1, 2))
+        assert abs(float(chains.mean()) - variance) < 4.5 * float(chains.std()) / math.sqrt(400)
+
+
+def test_burn_in_and_gap_keep_the_steps_they_say() -> None:
+    initial = torch.zeros(3, 2)
+    every, info = sample_density(gaussian, initial, kernels.mala(0.3), num_steps=23, seed=0)
+    some, some_info = sample_density(gaussian, initial, kernels.mala(0.3), num_steps=23, burn_in=5, gap=4, seed=0)
+    assert torch.equal(some, every[:, 8::4])  # steps 9, 13, 17, 21 (counted from 1)
+    assert torch.equal(some_info.loss, info.loss[:, 8::4])
+
+
+def test_thousands_of_chains_in_one_evaluation() -> None:
+    calls = []
+
+    def log_density(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x.shape)
+        return gaussian(x)
+
+    sample_density(log_density, torch.zeros(5000, 4), kernels.mala(0.3), num_steps=10)
+    assert calls == [(5000, 4)] * 11  # one at the start, then one a step: the gradient is cached
+
+
+def test_initial_is_left_alone_and_draws_do_not_alias() -> None:
+    initial = torch.zeros(4, 2)
+    draws, _ = sample_density(gaussian, initial, kernels.mala(0.5), num_steps=5)
+    assert not initial.any()
+    before = draws.clone()
+    initial += 1
+    assert torch.equal(before, draws)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"log_density": lambda x: -x.square()}, ValueError, "one number for each chain, shape .4,., got .4, 2."),
+        ({"initial": torch.full((4, 2), math.nan)}, ValueError, "zero or undefined at the starting point of 4 of 4"),
+        ({"initial": torch.zeros(4, 2, dtype=torch.long)}, TypeError, "floating point"),
+        ({"initial": {"a": 1.0}}, TypeError, "must be tensors"),
+        ({"initial": {}}, ValueError, "holds no tensor"),
+        ({"initial": (torch.zeros(4, 2), torch.zeros(5, 2))}, ValueError, "chains on their first axis"),
+        ({"num_steps": 5, "burn_in": 5}, ValueError, "`num_steps` must exceed `burn_in`"),
+        ({"gap": 0}, ValueError, "`gap` must be between 1 and"),
+        ({"gap": 99}, ValueError, "`gap` must be between 1 and num_steps - burn_in = 10"),
+    ],
+)
+def test_bad_input_is_refused_by_name(change: dict, error: type[Exception], message: str) -> None:
+    arguments = {"log_density": gaussian, "initial": torch.zeros(4, 2), "kernel": kernels.mala(0.1), "num_steps": 10}
+    with pytest.raises(error, match=message):
+        sample_density(**(arguments | change))
+
+
+def test_chains_that_froze_raise_and_lose_nothing() -> None:
+    calls = 0
+
+    def log_density(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return gaussian(x) + (_NanGradient.apply(x) if calls > 5 else 0.0)
+
+    with pytest.raises(NonFiniteLoss, match=r"3 chains .* step \d") as caught:
+        sample_density(log_density, torch.zeros(3, 2), kernels.adam_mcmc(0.1, sigma=0.3, sigma_along=1.0), num_steps=20)
+    draws, _ = caught.value.result
+    assert draws.shape == (3, 20, 2)
+    assert draws.isfinite().all()
+
+
+class _NanGradient(torch.autograd.Function):
+    """Zero, with a gradient that is not a number."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return torch.zeros(x.shape[0])
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return torch.full((len(grad), 2), math.nan)

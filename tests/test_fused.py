@@ -1,0 +1,98 @@
+"""The fast path is the pure kernel, bit for bit; blocks, packing and float64 sums under it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from adammcmc.acceptance import Minibatch
+from adammcmc.direction import Adam, AdamMemory
+from adammcmc.fused import InPlaceAdamMCMC, Workspace
+from adammcmc.kernels import AdamMCMCKernel
+from adammcmc.leaves import blocks, inner, select, standard_normal
+from adammcmc.packing import Packing
+from adammcmc.proposal import Prolate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sizes", [(1,), (17, 3), (131072,), (131073, 5), (131072 + 15, 300_001)])
+def test_in_place_and_pure_propose_the_same_bits(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    params, grad, m1 = (tuple(torch.randn(1, n, dtype=dtype, generator=draw) for n in sizes) for _ in range(3))
+    m2 = tuple(x.square() for x in standard_normal(params, draw))
+    memory = AdamMemory(m1, m2, tuple(range(3, 3 + len(sizes))))
+    options = [0.01] * len(sizes), [(0.9, 0.99)] * len(sizes), [1e-8] * len(sizes)
+    parts = Adam(*options), Prolate([0.1 + i for i in range(len(sizes))], 1.5), Minibatch()
+    expected, expected_memory = AdamMCMCKernel(*parts).propose(params, grad, memory, torch.Generator().manual_seed(9))
+    fresh = AdamMemory(tuple(x.clone() for x in m1), tuple(x.clone() for x in m2), memory.step)
+    work = Workspace((tuple(map(torch.empty_like, params)), tuple(map(torch.empty_like, params))))
+    fast = InPlaceAdamMCMC(*parts, workspace=work)
+    move, new_memory = fast.propose(params, grad, fresh, torch.Generator().manual_seed(9))
+    for a, b in zip(move.proposed, expected.proposed, strict=True):
+        assert torch.equal(a, b)
+    for field, other in zip(new_memory, expected_memory, strict=True):
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(field, other, strict=True))
+    assert torch.equal(parts[1].log_q_ratio(move), parts[1].log_q_ratio(expected))
+    assert new_memory.exp_avg[0] is fresh.exp_avg[0], "in place"
+
+
+def test_a_nan_gradient_does_not_reach_the_moments_in_place() -> None:
+    params = (torch.zeros(1, 4),)
+    memory = AdamMemory((torch.ones(1, 4),), (torch.ones(1, 4),), (1,))
+    work = Workspace((params, tuple(map(torch.empty_like, params))))
+    kernel = InPlaceAdamMCMC(Adam(0.1), Prolate(0.1), Minibatch(), workspace=work)
+    kernel.propose(params, (torch.tensor([[1.0, torch.nan, 0, 0]]),), memory, torch.Generator())
+    assert torch.equal(memory.exp_avg[0], torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 131072, 131072 + 1, 131072 + 15, 131072 + 16, 400_000])
+def test_blocks_cover_a_row_once_and_draw_its_numbers(length: int) -> None:
+    cuts = blocks(length)
+    assert [i for s in cuts for i in (s.start, s.stop)] == [0, *(x for s in cuts[1:] for x in (s.start, s.start)), length]
+    one, many = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    whole = torch.randn(1, length, generator=one)
+    parts = [torch.randn(1, s.stop - s.start, generator=many) for s in cuts]
+    assert torch.equal(whole, torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize("chains", [1, 3])
+def test_inner_products_are_accumulated_in_float64(chains: int) -> None:
+    """1 + 1e-8 * 300,000: a float32 sum would lose most of it."""
+    a = torch.full((chains, 300_001), 1e-4)
+    a[:, 0] = 1.0
+    expected = 1 + 300_000 * float(torch.tensor(1e-4).double() ** 2)
+    torch.testing.assert_close(inner(a, a), torch.full((chains,), expected, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_select_chooses_by_chain() -> None:
+    yes, no = (torch.ones(3, 2),), (torch.zeros(3, 2),)
+    assert select(torch.tensor([True, False, True]), yes, no)[0][:, 0].tolist() == [1, 0, 1]
+    assert select(torch.tensor([True] * 3), yes, no) is yes
+    assert select(torch.tensor([False] * 3), yes, no) is no
+
+
+def test_packing_puts_values_where_they_belong_and_back() -> None:
+    params = [nn.Parameter(torch.randn(*shape)) for shape in ((3, 2), (400, 100), (), (5,))]
+    params.append(nn.Parameter(torch.randn(4, dtype=torch.float64)))
+    packing = Packing(params, ["a", "a", "b", "a", "a"])
+    assert packing.members == [[0, 3], [1], [2], [4]], "by label and dtype, the large one alone"
+    leaves = packing.pack([p.detach() for p in params], packing.memory[0])
+    assert [tuple(x.shape) for x in leaves] == [(1, 11), (1, 400, 100), (1, 1), (1, 4)]
+    for view, p, joined in zip(
+        packing.views(leaves), params, packing.views(packing.join([p.detach() for p in params])), strict=True
+    ):
+        assert torch.equal(view, p)
+        assert torch.equal(joined, p)
+    pointers = [p.data_ptr() for p in params]
+    packing.write(tuple(x + 1 for x in leaves))
+    for view, p in zip(packing.views(leaves), params, strict=True):
+        assert torch.equal(view + 1, p.detach())
+    assert pointers == [p.data_ptr() for p in params]
+
+
+def test_packing_handles_other_memory_layouts() -> None:
+    p = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
+    packing = Packing([p], ["a"])
+    packing.write(tuple(2 * x for x in packing.pack([p.detach()], packing.memory[0])))
+    assert p.is_contiguous(memory_format=torch.channels_last)
