@@ -73,17 +73,16 @@ def test_select_chooses_by_chain() -> None:
 
 
 def test_packing_puts_values_where_they_belong_and_back() -> None:
-    params = [nn.Parameter(torch.randn(*shape)) for shape in ((3, 2), (400, 100), (), (5,))]
+    params = [nn.Parameter(torch.randn(shape)) for shape in ((3, 2), (400, 100), (), (5,))]
     params.append(nn.Parameter(torch.randn(4, dtype=torch.float64)))
     packing = Packing(params, ["a", "a", "b", "a", "a"])
     assert packing.members == [[0, 3], [1], [2], [4]], "by label and dtype, the large one alone"
     leaves = packing.pack([p.detach() for p in params], packing.memory[0])
     assert [tuple(x.shape) for x in leaves] == [(1, 11), (1, 400, 100), (1, 1), (1, 4)]
-    for view, p, joined in zip(
-        packing.views(leaves), params, packing.views(packing.join([p.detach() for p in params])), strict=True
-    ):
+    joined = packing.views(packing.join([p.detach() for p in params]))
+    for view, p, other in zip(packing.views(leaves), params, joined, strict=True):
         assert torch.equal(view, p)
-        assert torch.equal(joined, p)
+        assert torch.equal(other, p)
     pointers = [p.data_ptr() for p in params]
     packing.write(tuple(x + 1 for x in leaves))
     for view, p in zip(packing.views(leaves), params, strict=True):

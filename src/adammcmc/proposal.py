@@ -56,7 +56,8 @@ class Prolate:
     sigma_along: float = 0.0
 
     def propose(self, params: Leaves, update: Leaves, generator: torch.Generator) -> Move:
-        return _propose(params, update, spread(self.sigma, len(params)), self.sigma_along, generator)
+        sigmas = spread(self.sigma, len(params))
+        return _propose(params, update, sigmas, self.sigma_along, generator)
 
     def log_q_ratio(self, move: Move) -> Tensor:
         crosses = move.crosses or tuple(inner(u, e) for u, e in zip(move.update, move.noise, strict=True))
