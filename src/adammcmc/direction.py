@@ -72,7 +72,8 @@ class Adam:
 
     def keep(self, mask: Tensor, new: AdamMemory, old: AdamMemory) -> AdamMemory:
         # the count goes on for all chains: bias correction is long over when a chain freezes, and it has no chain axis
-        return AdamMemory(select(mask, new.exp_avg, old.exp_avg), select(mask, new.exp_avg_sq, old.exp_avg_sq), new.step)
+        kept = select(mask, new.exp_avg + new.exp_avg_sq, old.exp_avg + old.exp_avg_sq)
+        return AdamMemory(kept[: len(new.step)], kept[len(new.step) :], new.step)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""The same proposal in one pass over memory: block by block, in place, each block in the cache from start to end.
+"""The same proposal in place, block by block, in memory that is taken once: on the CPU half of the cost is then the noise.
 
-On the CPU this costs little more than drawing the noise. Elsewhere (and for what it does not cover) the pure kernel runs.
+ Elsewhere (and for what it does not cover) the pure kernel runs.
 The numbers are the pure kernel's, bit for bit.
 """
 
@@ -70,9 +70,11 @@ class InPlaceAdamMCMC(AdamMCMCKernel):
             params, grad, memory.exp_avg, memory.exp_avg_sq, proposed, step, sigmas, options, strict=True
         ):
             coefficient = (self.proposal.sigma_along * along - 1).to(rows[0].dtype)
+            rows = [row.view(1, -1) for row in rows]
+            cuts = blocks(rows[0].shape[1])
             sums = []
-            for s in blocks(rows[0].numel()):
-                p, g, m1, m2, tau = (row.view(1, -1)[:, s] for row in rows)
+            for s in cuts:
+                p, g, m1, m2, tau = rows if len(cuts) == 1 else [row[:, s] for row in rows]
                 u, noise = work.blocks(p)
                 m1.lerp_(g, 1 - beta1)
                 m2.mul_(beta2).addcmul_(g, g, value=1 - beta2)

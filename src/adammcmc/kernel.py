@@ -150,11 +150,10 @@ def settle(
         step=state.step + 1,
         frozen_at=torch.where(is_healthy_now | was_frozen, state.frozen_at, state.step),
     )
-    unknown = torch.full_like(verdict.log_ratio, torch.nan)
     info = Info(
         loss=_mean_loss(here),
-        proposed_loss=unknown if there.value is None else _mean_loss(there.value),
-        log_q_ratio=unknown if log_q_ratio.value is None else log_q_ratio.value,
+        proposed_loss=_unknown(healthy) if there.value is None else _mean_loss(there.value),
+        log_q_ratio=_unknown(healthy) if log_q_ratio.value is None else log_q_ratio.value,
         log_ratio=verdict.log_ratio,
         acceptance_rate=verdict.acceptance_rate * healthy,
         is_accepted=is_accepted,
@@ -162,6 +161,10 @@ def settle(
         num_examples=verdict.num_examples,
     )
     return new_state, info
+
+
+def _unknown(like: Tensor) -> Tensor:
+    return torch.full_like(like, torch.nan, dtype=torch.float64)
 
 
 def _mean_loss(evaluation: Evaluation) -> Tensor:

@@ -30,7 +30,7 @@ __all__ = [
 
 Leaves = tuple[Tensor, ...]
 
-_BLOCK = 131072
+_BLOCK = 1 << 19
 _T = TypeVar("_T")
 PerLeaf: TypeAlias = _T | list[_T]
 """One value for all leaves, or a list with one value for each leaf."""
@@ -72,7 +72,7 @@ def per_chain(value: Tensor, leaf: Tensor) -> Tensor:
 
 
 def blocks(length: int) -> list[slice]:
-    """A row of numbers cut into blocks that fit the cache; the last one takes what is too short for a block of its own.
+    """A row of numbers cut into blocks, to bound what is held at once; the last one takes what is too short for its own.
 
     Blocks are multiples of 16 long, so that torch draws the same normal numbers block by block as in one go.
     """

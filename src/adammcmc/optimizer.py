@@ -201,8 +201,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         packing = self._layout()
         reasons = self.approximations()
         return (
-            f"{self.target}, P = {sum(p.numel() for p in packing.params)} | {self._kernel(packing).name}, {self.acceptance} | "
-            + (f"approximate: {'; '.join(reasons)}" if reasons else "exact")
+            f"{self.target}, P = {sum(p.numel() for p in packing.params)} | {self._kernel(packing).name}, {self.acceptance}"
+            f"{' (all data)' if self.fixed_data else ''} | " + (f"approximate: {'; '.join(reasons)}" if reasons else "exact")
         )
 
     # --- torch's contract ---------------------------------------------------------------------------------------
@@ -404,22 +404,23 @@ class AdamMCMC(Sampler):
             return self._moments
         exp_avg, exp_avg_sq = packing.new(), packing.new()
         self._bound = packing.views(exp_avg)
-        for s, m1, m2 in zip(states, self._bound, packing.views(exp_avg_sq), strict=True):
+        self._steps = torch.tensor([float(s.get("step", 0.0)) for s in states])
+        for s, m1, m2, step in zip(states, self._bound, packing.views(exp_avg_sq), self._steps.unbind(), strict=True):
             if s:
                 m1.copy_(s["exp_avg"])
                 m2.copy_(s["exp_avg_sq"])
-            s.update(step=s.get("step", torch.tensor(0.0)), exp_avg=m1, exp_avg_sq=m2)
-        steps = tuple(int(states[members[0]]["step"]) for members in packing.members)
-        self._moments = AdamMemory(exp_avg, exp_avg_sq, steps)
+            s.update(step=step, exp_avg=m1, exp_avg_sq=m2)
+        counts = tuple(int(states[members[0]]["step"]) for members in packing.members)
+        self._moments = AdamMemory(exp_avg, exp_avg_sq, counts)
         return self._moments
 
     def _scatter(self, packing: Packing, memory: AdamMemory) -> None:
         assert self._moments is not None
         for own, new in ((self._moments.exp_avg, memory.exp_avg), (self._moments.exp_avg_sq, memory.exp_avg_sq)):
-            if new is not own:
+            if not _same(own, new):
                 torch._foreach_copy_(own, new)
         self._moments = self._moments._replace(step=memory.step)
-        torch._foreach_add_([self.state[p]["step"] for p in packing.params], 1.0)
+        self._steps += 1
 
     def _load_foreign(self, state_dict: dict[str, Any]) -> None:
         """The moments and counts of a torch.optim.Adam; the hyper-parameters stay the sampler's own."""

@@ -1,0 +1,183 @@
+"""On a CUDA device: the same chains, no waiting for the device, and the errors still reach the user."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from adammcmc import (
+    MALA,
+    AdamMCMC,
+    AlwaysAccept,
+    FullData,
+    Gaussian,
+    NonFiniteLoss,
+    OptimizerMCMC,
+    Sampler,
+    TensorExamples,
+    UniformBox,
+    kernels,
+    sample_density,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def problem(width: int = 32) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, width), nn.Tanh(), nn.Linear(width, 4)).cuda()
+    return model, torch.randn(256, 10).cuda(), torch.randint(4, (256,)).cuda()
+
+
+def samplers(model: nn.Module) -> list[Sampler]:
+    def generator() -> torch.Generator:
+        return torch.Generator("cuda").manual_seed(3)
+
+    return [
+        AdamMCMC(model.parameters(), num_data=256, sigma=1e-3, sigma_along=2.0, generator=generator()),
+        AdamMCMC(model.parameters(), num_data=256, sigma=1e-3, prior=UniformBox(-3, 3), fixed_data=True, generator=generator()),
+        AdamMCMC(model.parameters(), num_data=256, sigma=1e-3, acceptance=AlwaysAccept(), generator=generator()),
+        MALA(model.parameters(), 1e-5, num_data=256, prior=Gaussian(), sigma_along=0.5, generator=generator()),
+    ]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_step_does_not_wait_for_the_device(which: int) -> None:
+    model, x, y = problem()
+    sampler = samplers(model)[which]
+    for _ in range(3):  # the first step looks at the weights once, to check sigma
+        sampler.step(lambda: F.cross_entropy(model(x), y, reduction="none"))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            sampler.step(lambda: F.cross_entropy(model(x), y))
+            _ = sampler.info.acceptance_rate, sampler.mean_acceptance_rate
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert 0 < float(sampler.mean_acceptance_rate) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_two_doors_agree_bit_for_bit(dtype: torch.dtype) -> None:
+    p = nn.Parameter(torch.full((5000,), 0.1, dtype=dtype, device="cuda"))
+
+    def log_density(x: torch.Tensor) -> torch.Tensor:
+        return (2 * x - x.exp()).sum(1)
+
+    options = {"sigma": 0.007, "sigma_along": 1.5}
+    sampler = AdamMCMC([p], 1e-3, num_data=1, fixed_data=True, generator=torch.Generator("cuda").manual_seed(1), **options)
+    path = []
+    for _ in range(30):
+        sampler.step(lambda: -log_density(p[None])[0])
+        path.append(p.detach().clone())
+    draws, info = sample_density(
+        log_density,
+        torch.full((1, 5000), 0.1, dtype=dtype, device="cuda"),
+        kernels.adam_mcmc(1e-3, **options),
+        num_steps=30,
+        seed=1,
+    )
+    assert torch.equal(torch.stack(path), draws[0])
+    assert 0 < int(info.is_accepted.sum()) < 30
+
+
+def test_split_is_unsplit_bit_for_bit() -> None:
+    def run(model: nn.Module, sampler: Sampler, steps: int) -> None:
+        for _ in range(steps):
+            sampler.step(lambda: F.cross_entropy(model(x), y))
+
+    for which in (0, 1, 3):
+        model, x, y = problem()
+        sampler = samplers(model)[which]
+        run(model, sampler, 10)
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "sampler": sampler.state_dict()}, file)
+        run(model, sampler, 10)
+        other, _, _ = problem()
+        resumed = samplers(other)[which]
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        other.load_state_dict(saved["model"])
+        resumed.load_state_dict(saved["sampler"])
+        run(other, resumed, 10)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)), which
+
+
+def test_adam_on_the_device_is_taken_over() -> None:
+    model, x, y = problem()
+    for options in ({}, {"fused": True}, {"capturable": True}):
+        optimizer = torch.optim.Adam(model.parameters(), **options)
+        for _ in range(5):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        sampler = samplers(model)[0]
+        sampler.load_state_dict(optimizer.state_dict())
+        sampler.step(lambda: F.cross_entropy(model(x), y))
+        assert {float(s["step"]) for s in sampler.state.values()} == {6.0}
+
+
+def test_thousands_of_chains_sample_the_right_density() -> None:
+    draws, _ = sample_density(
+        lambda x: -0.5 * x.square().sum(1), torch.zeros(5000, 3, device="cuda"), kernels.mala(0.5), num_steps=120, burn_in=60
+    )
+    chains = draws.double().square().mean((1, 2))
+    assert draws.is_cuda
+    assert abs(float(chains.mean()) - 1) < 4.5 * float(chains.std()) / math.sqrt(5000)
+
+
+def test_a_nan_loss_freezes_and_is_reported() -> None:
+    model, x, y = problem()
+    sampler = samplers(model)[0]
+    sampler.step(lambda: F.cross_entropy(model(x), y))
+    before = [p.detach().clone() for p in model.parameters()]
+    sampler.step(lambda: F.cross_entropy(model(x), y) * math.nan)
+    torch.cuda.synchronize()
+    with pytest.raises(NonFiniteLoss, match="at step 1"):
+        sampler.step(lambda: F.cross_entropy(model(x), y))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(s["exp_avg"].isfinite().all() for s in sampler.state.values())
+    sampler.unfreeze()
+    sampler.step(lambda: F.cross_entropy(model(x), y))
+
+
+def test_full_data_early_rejection_and_other_optimizers() -> None:
+    model, x, y = problem()
+    examples = TensorExamples(lambda a, b: F.cross_entropy(model(a), b, reduction="none"), x, y)
+    for early in (False, True):
+        sampler = MALA(
+            model.parameters(),
+            1e-3,
+            num_data=256,
+            prior=Gaussian(),
+            acceptance=FullData(chunk_size=64, early_rejection=early),
+            examples=examples,
+        )
+        for _ in range(5):
+            sampler.step(lambda: F.cross_entropy(model(x[:64]), y[:64]))
+    other = OptimizerMCMC(model.parameters(), torch.optim.SGD, lr=0.01, num_data=256, sigma=1e-3)
+    other.step(lambda: F.cross_entropy(model(x), y))
+
+
+def test_bfloat16_weights_and_autocast() -> None:
+    model, x, y = problem()
+
+    def mixed() -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return F.cross_entropy(model(x), y)
+
+    sampler = samplers(model)[0]
+    for _ in range(5):
+        sampler.step(mixed)
+    low = model.to(torch.bfloat16)
+    sampler = AdamMCMC(low.parameters(), num_data=256, sigma=0.05)
+    for _ in range(5):
+        sampler.step(lambda: F.cross_entropy(low(x.bfloat16()).float(), y))
+    with pytest.raises(ValueError, match="below the spacing"):
+        AdamMCMC(low.parameters(), num_data=256, sigma=1e-5).step(lambda: F.cross_entropy(low(x.bfloat16()).float(), y))
