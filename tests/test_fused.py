@@ -95,3 +95,27 @@ def test_packing_handles_other_memory_layouts() -> None:
     packing = Packing([p], ["a"])
     packing.write(tuple(2 * x for x in packing.pack([p.detach()], packing.memory[0])))
     assert p.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_noise_drawn_ahead_is_the_noise_drawn_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for cores in (1, 64):  # none free, many free
+        monkeypatch.setattr("adammcmc.fused._num_cores", lambda cores=cores: cores)
+        memory = tuple((torch.zeros(1, 100_003), torch.zeros(1, 7)) for _ in range(2))
+        work = Workspace(memory)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(4)
+        with work.draw_ahead(generator):
+            along, noise = work.noise(generator)
+        results.append((along, *(x.clone() for x in noise), generator.get_state()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_an_error_in_the_loss_leaves_nobody_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adammcmc.fused._num_cores", lambda: 64)
+    work = Workspace(((torch.zeros(1, 1_000_000),), (torch.zeros(1, 1_000_000),)))
+    generator = torch.Generator().manual_seed(0)
+    with pytest.raises(KeyError), work.draw_ahead(generator):
+        raise KeyError
+    before = generator.get_state()
+    assert torch.equal(before, generator.get_state())
+    assert work._drawing is None

@@ -45,6 +45,7 @@ def sample_density(
         The draws, (chains, draws, dim) or a pytree of such, and an `Info` whose fields are (chains, draws).
 
     Example:
+        >>> import adammcmc
         >>> kernel = adammcmc.kernels.mala(step_size=0.5)
         >>> draws, info = sample_density(lambda x: -x.square().sum(1) / 2, torch.zeros(1000, 2), kernel, num_steps=50)
         >>> draws.shape, info.is_accepted.shape

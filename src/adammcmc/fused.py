@@ -1,12 +1,16 @@
-"""The same proposal in place, block by block, in memory that is taken once: on the CPU half of the cost is then the noise.
+"""The same proposal in place, in memory that is taken once, its noise drawn while the loss is evaluated.
 
- Elsewhere (and for what it does not cover) the pure kernel runs.
-The numbers are the pure kernel's, bit for bit.
+On the CPU the noise is half of what a step adds to an Adam step and a forward; a free core draws it ahead of time. Elsewhere
+(and for what is not covered here) the pure kernel runs. The numbers are the pure kernel's, bit for bit.
 """
 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,34 +18,76 @@ import torch
 from torch import Tensor
 
 from adammcmc.direction import Adam, AdamMemory
+from adammcmc.kernel import ChainState, Info
 from adammcmc.kernels import AdamMCMCKernel
 from adammcmc.leaves import Leaves, blocks, spread
 from adammcmc.proposal import Move, draw_along
+from adammcmc.target import Potential
 
 __all__ = ["InPlaceAdamMCMC", "Workspace"]
 
+_WORTH_A_HELPER = 1 << 16  # parameters; below, asking a thread costs more than drawing
+
 
 class Workspace:
-    """Memory that lives as long as the sampler: for the proposal, and for the blocks it is made in.
+    """Memory that lives as long as the sampler: for the proposal, its noise, and the blocks that are computed on.
 
     Memory that a step takes and gives back goes to the operating system, and is paid for again page by page.
+
+    Args:
+        memory: two sets of leaves of one chain, for the current and the proposed point, which change places.
     """
 
     def __init__(self, memory: tuple[Leaves, Leaves]) -> None:
         self.memory = memory
-        dtypes = {x.dtype for x in memory[0]}
-        size = max((s.stop - s.start for x in memory[0] for s in blocks(x[0].numel())), default=0)
-        self._blocks = {t: [torch.empty(1, size, dtype=t) for _ in range(2)] for t in dtypes}
+        leaves = memory[0]
+        self.is_usable = all(
+            x.device.type == "cpu" and x.shape[0] == 1 and x.dtype in (torch.float32, torch.float64) for x in leaves
+        )
+        self._drawing: Future[Tensor] | None = None
+        self._is_large = self.is_usable and sum(x.numel() for x in leaves) >= _WORTH_A_HELPER
+        if not self.is_usable:
+            return
+        self._noise = tuple(torch.empty_like(x) for x in leaves)
+        size = max(s.stop - s.start for x in leaves for s in blocks(x.numel()))
+        self._update = {dtype: torch.empty(1, size, dtype=dtype) for dtype in {x.dtype for x in leaves}}
         self._wide = [torch.empty(size, dtype=torch.float64) for _ in range(2)]
 
     def proposed(self, current: Leaves) -> Leaves:
         """The leaves that are not the current ones."""
         return self.memory[0] if current is not self.memory[0] else self.memory[1]
 
-    def blocks(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Two blocks of the shape (1, n) and dtype of `like`."""
-        first, second = self._blocks[like.dtype]
-        return first[:, : like.shape[1]], second[:, : like.shape[1]]
+    @contextmanager
+    def draw_ahead(self, generator: torch.Generator) -> Iterator[None]:
+        """Draw the noise of this step on another core, if one is free. Nobody else may touch the generator meanwhile."""
+        if self._is_large and _num_cores() > torch.get_num_threads():
+            self._drawing = _helper().submit(self._draw, generator)
+        try:
+            yield
+        finally:
+            self.wait()
+
+    def wait(self) -> None:
+        """Make sure that nothing is being drawn."""
+        if self._drawing is not None:
+            self._drawing.result()
+            self._drawing = None
+
+    def noise(self, generator: torch.Generator) -> tuple[Tensor, Leaves]:
+        """z and eps of this step."""
+        along = self._draw(generator) if self._drawing is None else self._drawing.result()
+        self._drawing = None
+        return along, self._noise
+
+    def _draw(self, generator: torch.Generator) -> Tensor:
+        along = draw_along(self._noise, generator)
+        for leaf in self._noise:
+            leaf.normal_(generator=generator)
+        return along
+
+    def update(self, like: Tensor) -> Tensor:
+        """A block of the shape (1, n) and dtype of `like`."""
+        return self._update[like.dtype][:, : like.shape[1]]
 
     def inner(self, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """|u|^2 and u.noise of one block, as `leaves.inner` computes them, without taking memory."""
@@ -55,48 +101,62 @@ class InPlaceAdamMCMC(AdamMCMCKernel):
 
     workspace: Workspace | None = None
 
+    def step(self, state: ChainState, potential: Potential, generator: torch.Generator) -> tuple[ChainState, Info]:
+        if self.workspace is None:
+            return super().step(state, potential, generator)
+        with self.workspace.draw_ahead(generator):
+            return super().step(state, potential, generator)
+
     def propose(self, params: Leaves, grad: Leaves, memory: Any, generator: torch.Generator) -> tuple[Move, Any]:
         adam, work = self.direction, self.workspace
-        if work is None or not isinstance(adam, Adam) or not _can_go_in_place(params, grad, memory):
+        if work is None or not work.is_usable or not isinstance(adam, Adam):
+            return super().propose(params, grad, memory, generator)
+        if not all(math.isfinite(g.sum()) for g in grad):  # a NaN must not reach the moments
+            work.wait()
             return super().propose(params, grad, memory, generator)
         n = len(params)
         sigmas = spread(self.proposal.sigma, n)
         options = zip(spread(adam.lr, n), spread(adam.betas, n), spread(adam.eps, n), strict=True)
-        along = draw_along(params, generator)
         proposed = work.proposed(params)
+        along, noise = work.noise(generator)
         step = tuple(k + 1 for k in memory.step)
         squares, crosses = [], []
-        for *rows, k, sigma, (lr, (beta1, beta2), eps) in zip(
-            params, grad, memory.exp_avg, memory.exp_avg_sq, proposed, step, sigmas, options, strict=True
+        for *leaves, k, sigma, (lr, (beta1, beta2), eps) in zip(
+            params, grad, memory.exp_avg, memory.exp_avg_sq, noise, proposed, step, sigmas, options, strict=True
         ):
-            coefficient = (self.proposal.sigma_along * along - 1).to(rows[0].dtype)
-            rows = [row.view(1, -1) for row in rows]
+            coefficient = (self.proposal.sigma_along * along - 1).to(leaves[0].dtype)
+            rows = [leaf.view(1, -1) for leaf in leaves]
             cuts = blocks(rows[0].shape[1])
             sums = []
             for s in cuts:
-                p, g, m1, m2, tau = rows if len(cuts) == 1 else [row[:, s] for row in rows]
-                u, noise = work.blocks(p)
+                p, g, m1, m2, e, tau = rows if len(cuts) == 1 else [row[:, s] for row in rows]
+                u = work.update(p)
                 m1.lerp_(g, 1 - beta1)
                 m2.mul_(beta2).addcmul_(g, g, value=1 - beta2)
                 torch.sqrt(m2, out=u).div_((1 - beta2**k) ** 0.5).add_(eps)
                 torch.div(m1, u, out=u).mul_(lr / (1 - beta1**k))
-                torch.add(p, noise.normal_(generator=generator), alpha=sigma, out=tau).addcmul_(u, coefficient)
-                sums.append(work.inner(u, noise))
+                torch.add(p, e, alpha=sigma, out=tau).addcmul_(u, coefficient)
+                sums.append(work.inner(u, e))
             squares.append(_total([square for square, _ in sums]))
             crosses.append(_total([cross for _, cross in sums]))
         move = Move(proposed, (), (), along, tuple(squares), tuple(crosses))
         return move, AdamMemory(memory.exp_avg, memory.exp_avg_sq, step)
 
 
-def _can_go_in_place(params: Leaves, grad: Leaves, memory: AdamMemory) -> bool:
-    """One chain on the CPU in single or double precision, and a finite gradient (a NaN must not reach the moments)."""
-    plain = all(
-        x.device.type == "cpu" and x.shape[0] == 1 and x.dtype in (torch.float32, torch.float64) and x.is_contiguous()
-        for leaves in (params, grad, memory.exp_avg, memory.exp_avg_sq)
-        for x in leaves
-    )
-    return plain and all(math.isfinite(g.sum()) for g in grad)
-
-
 def _total(sums: list[Tensor]) -> Tensor:
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_helpers: dict[int, ThreadPoolExecutor] = {}
+
+
+def _helper() -> ThreadPoolExecutor:
+    """One thread for each process (threads do not survive a fork)."""
+    pid = os.getpid()
+    if pid not in _helpers:
+        _helpers[pid] = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adammcmc-noise")
+    return _helpers[pid]

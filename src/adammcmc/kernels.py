@@ -39,7 +39,7 @@ class AdamMCMCKernel:
         return start(params, potential, self.direction)
 
     def propose(self, params: Leaves, grad: Leaves, memory: Any, generator: torch.Generator) -> tuple[Move, Any]:
-        """m <- ..., u(m), tau ~ N(theta - u, Sigma(u)): lines 3 to 5 of Algorithm 1."""
+        """m <- ..., u(m), tau ~ N(theta - u, Sigma(u)): the first half of Algorithm 1."""
         update, memory = self.direction(grad, memory, params)
         return self.proposal.propose(params, update, generator), memory
 
@@ -50,7 +50,7 @@ class AdamMCMCKernel:
         move, memory = self.propose(params, here.grad, state.memory, generator)
         there = Once(lambda: potential.evaluate(move.proposed, with_grad=potential.fixed))
         log_q_ratio = Once(lambda: self.proposal.log_q_ratio(move))
-        return settle(  # lines 7 to 14 of Algorithm 1
+        return settle(  # the Metropolis-Hastings correction, the second half of Algorithm 1
             state,
             potential,
             generator,

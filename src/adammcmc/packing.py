@@ -77,7 +77,7 @@ class Packing:
     def join(self, tensors: Sequence[Tensor]) -> Leaves:
         """Values in the parameters' shapes as leaves; the large ones are not copied."""
         return tuple(
-            torch.cat([tensors[i].reshape(-1) for i in members])[None] if flat else tensors[members[0]][None]
+            torch.cat([tensors[i].reshape(-1) for i in members])[None] if flat else tensors[members[0]].contiguous()[None]
             for members, flat in zip(self.members, self._flat, strict=True)
         )
 

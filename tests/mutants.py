@@ -1,0 +1,134 @@
+"""Breaks the code on purpose, one mistake at a time, and checks that the tests notice: python -m tests.mutants
+
+Each mutant is a copy of the package with one line changed. It takes some minutes, and is run by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+
+
+class Mutant(NamedTuple):
+    """One mistake, and the tests that must notice it."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: str
+
+
+MUTANTS = [
+    Mutant(
+        "sign of the log ratio (test)",
+        "acceptance/comparison.py",
+        "return self.log_q_ratio() - self.potential.compare(self.here, self.there())",
+        "return self.log_q_ratio() + self.potential.compare(self.here, self.there())",
+        "tests/test_kernels.py tests/test_acceptance.py",
+    ),
+    Mutant(
+        "sign of the proposal's log ratio (Algorithm 1)",
+        "proposal.py",
+        "(2 / (1 + self.sigma_along**2 * a))",
+        "(-2 / (1 + self.sigma_along**2 * a))",
+        "tests/test_proposal.py",
+    ),
+    Mutant(
+        "sign of the proposal's log ratio (MALA)",
+        "proposal.py",
+        "return isotropic + rank_one + determinant",
+        "return -isotropic + rank_one + determinant",
+        "tests/test_kernels.py",
+    ),
+    Mutant(
+        "scalar noise turned elementwise",
+        "proposal.py",
+        "moved.addcmul_(u, per_chain(coefficient, u))",
+        "moved.addcmul_(u, sigma_along * torch.randn(u.shape, generator=generator, device=u.device, dtype=u.dtype) - 1)",
+        "tests/test_proposal.py tests/test_kernels.py",
+    ),
+    Mutant(
+        "determinant of directional MALA",
+        "proposal.py",
+        "return isotropic + rank_one + determinant",
+        "return isotropic + rank_one",
+        "tests/test_kernels.py",
+    ),
+    Mutant(
+        "a rejected state is not repeated",
+        "kernel.py",
+        "params=unflatten(select(is_accepted, move.proposed, leaves), structure),",
+        "params=unflatten(move.proposed, structure),",
+        "tests/test_kernels.py",
+    ),
+    Mutant(
+        "momenta restored on rejection",
+        "kernel.py",
+        "memory=direction.keep(healthy, memory, state.memory),",
+        "memory=direction.keep(healthy & is_accepted, memory, state.memory),",
+        "tests/test_kernels.py",
+    ),
+    Mutant(
+        "loss scale",
+        "target.py",
+        "return scale * mean - (proposed.log_prior - current.log_prior)",
+        "return mean - (proposed.log_prior - current.log_prior)",
+        "tests/test_optimizer.py tests/test_target.py",
+    ),
+    Mutant(
+        "prior's gradient left out",
+        "closure.py",
+        "grads = [g.sub(q, alpha=1 / self.scale) for g, q in zip(grads, prior_grad, strict=True)]",
+        "pass",
+        "tests/test_optimizer.py",
+    ),
+    Mutant(
+        "noise drawn in place with another sigma",
+        "fused.py",
+        "torch.add(p, e, alpha=sigma, out=tau)",
+        "torch.add(p, e, alpha=1.01 * sigma, out=tau)",
+        "tests/test_fused.py",
+    ),
+]
+
+
+def is_noticed(mutant: Mutant) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for part in ("src", "tests", "benchmarks"):
+            shutil.copytree(ROOT / part, copy / part)
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        file = copy / "src" / "adammcmc" / mutant.file
+        text = file.read_text()
+        if text.count(mutant.right) != 1:
+            sys.exit(f"{mutant.name}: the line to change was not found once in {mutant.file}")
+        file.write_text(text.replace(mutant.right, mutant.wrong))
+        environment = {**os.environ, "PYTHONPATH": f"{copy / 'src'}:{copy}", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "-m", "not slow", *mutant.tests.split()]
+        result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+        if not re.search(r"\d+ (passed|failed)", result.stdout):
+            sys.exit(f"{mutant.name}: the tests did not run\n{result.stdout}{result.stderr}")
+        return re.search(r"\d+ failed", result.stdout) is not None
+
+
+def main() -> None:
+    missed = []
+    for mutant in MUTANTS:
+        noticed = is_noticed(mutant)
+        print(f"{'noticed' if noticed else 'MISSED '}  {mutant.name}", flush=True)
+        if not noticed:
+            missed.append(mutant.name)
+    sys.exit(f"{len(missed)} mistakes went unnoticed." if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

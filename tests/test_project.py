@@ -1,0 +1,111 @@
+"""The house: what imports what, what is public, what is documented."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import adammcmc
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "adammcmc"
+
+# a file imports only from files above it; `acceptance` is a package
+ORDER = [
+    ["errors", "leaves"],
+    ["target", "direction", "proposal"],
+    ["data"],
+    ["acceptance"],
+    ["kernel"],
+    ["kernels"],
+    ["fused", "packing"],
+    ["closure"],
+    ["optimizer"],
+    ["progress"],
+    ["chain"],
+    ["demo"],
+    ["cli"],
+    ["__main__"],
+]
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
+
+
+def imported_rooms(file: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "adammcmc":
+            parts = node.module.split(".")
+            rooms |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+    return rooms
+
+
+@pytest.mark.parametrize("file", sorted(SOURCE.rglob("*.py")), ids=lambda file: str(file.relative_to(SOURCE)))
+def test_imports_flow_one_way(file: Path) -> None:
+    room = file.relative_to(SOURCE).parts[0].removesuffix(".py")
+    if room == "__init__":
+        return
+    assert room in LEVEL, f"{room} has no place in the order: add it here and to the map in CONTRIBUTING.md"
+    for other in imported_rooms(file) - {room}:
+        assert LEVEL[other] < LEVEL[room], f"{room} must not import from {other}"
+
+
+def test_every_room_is_on_the_map() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for room in LEVEL:
+        assert f"`{room}.py`" in text or f"`{room}/`" in text, room
+
+
+def test_every_public_name_has_a_place_in_the_reference() -> None:
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    names = set(adammcmc.__all__) - {"acceptance", "kernels", "target"}
+    names |= {f"kernels.{name}" for name in adammcmc.kernels.__all__ if name[0].islower()}
+    missing = [name for name in names if not re.search(rf"^::: adammcmc\.(\w+\.)*{re.escape(name)}$", pages, re.MULTILINE)]
+    assert not missing
+
+
+@pytest.mark.parametrize("file", sorted(SOURCE.rglob("*.py")), ids=lambda file: str(file.relative_to(SOURCE)))
+def test_everything_public_has_a_docstring(file: Path) -> None:
+    tree = ast.parse(file.read_text())
+    assert ast.get_docstring(tree), file
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{file.name}: {node.name}"
+
+
+@pytest.mark.parametrize("name", ["adam_mcmc", "mala", "optimizer_mcmc"])
+def test_kernels_say_what_they_are(name: str) -> None:
+    text = getattr(adammcmc.kernels, name).__doc__
+    assert "Target:" in text
+    assert "**exactly**" in text.lower() or "**approximately**" in text.lower()
+    assert "Cost:" in text
+    assert "tau =" in text or "u = " in text
+
+
+def test_paper_to_code_names_things_that_exist() -> None:
+    """Every `room.Name` in the table is there, and every test file it points to."""
+    table = [line for line in (ROOT / "docs" / "paper.md").read_text().splitlines() if line.startswith("|")]
+    references = re.findall(r"`(\w+)\.(\w+)(?:\.(\w+))?(?:\([^`]*\))?`", "\n".join(table))
+    assert len(references) > 20
+    for room, name, attribute in references:
+        if room == "Comparison":
+            assert hasattr(adammcmc.acceptance.Comparison, name)
+            continue
+        module = __import__(f"adammcmc.{room}", fromlist=[name])
+        thing = getattr(module, name)
+        assert not attribute or hasattr(thing, attribute), f"{room}.{name}.{attribute}"
+    for test in set(re.findall(r"`(test_\w+)`", "\n".join(table))):
+        assert (ROOT / "tests" / f"{test}.py").exists(), test
+
+
+def test_the_readme_quotes_files_that_exist() -> None:
+    text = (ROOT / "README.md").read_text()
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        assert (ROOT / target).exists(), target
+
+
+def test_versions_agree() -> None:
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {adammcmc.__version__}\n" in citation
