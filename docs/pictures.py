@@ -46,7 +46,7 @@ def draw_idea() -> None:
         panel.text(-2.1, 1.95, r"$\theta$", fontsize=15, ha="right")
         panel.text(-1.05, 1.3, r"$-u$ (Adam)", fontsize=11)
         panel.set_title(f"{title}\nq(back) / q(there) = {back:.2g} (median), accepted {float(rate.mean()):.0%}", fontsize=11)
-        panel.set_aspect("equal")
+        panel.set(aspect="equal", xlim=(-3.2, 2.2), ylim=(-1.6, 3.2))
         panel.set_xticks([])
         panel.set_yticks([])
     panels[1].legend(loc="upper right")

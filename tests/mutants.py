@@ -89,7 +89,7 @@ MUTANTS = [
         "closure.py",
         "grads = [g.sub(q, alpha=1 / self.scale) for g, q in zip(grads, prior_grad, strict=True)]",
         "pass",
-        "tests/test_optimizer.py",
+        "tests/test_closure.py",
     ),
     Mutant(
         "noise drawn in place with another sigma",

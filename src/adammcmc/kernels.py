@@ -144,7 +144,9 @@ def adam_mcmc(
     all, at tau.
 
     Args:
-        lr, betas, eps: Adam's.
+        lr: Adam's learning rate. (A list gives one value to each leaf; likewise below.)
+        betas: Adam's decay rates.
+        eps: Adam's, the paper's delta.
         sigma: standard deviation of the noise on one weight. 0 only with `AlwaysAccept`, where it gives Adam itself.
         sigma_along: noise along the update in units of the update, the paper's sigma_Delta. Proposals alone are accepted
             at a rate of at least 2 Phi(-1/sigma_along), however small sigma is.
@@ -174,7 +176,9 @@ def optimizer_mcmc(
 
     Args:
         make: builds the optimizer from a list of parameters, such as `functools.partial(torch.optim.SGD, lr=0.1)`.
-        sigma, sigma_along, acceptance: as in `adam_mcmc`.
+        sigma: as in `adam_mcmc`.
+        sigma_along: as in `adam_mcmc`.
+        acceptance: as in `adam_mcmc`.
     """
     name = "Algorithm 1 with a torch optimizer's step"
     return AdamMCMCKernel(OptimizerStep(make), _prolate(sigma, sigma_along), acceptance or Minibatch(), name)

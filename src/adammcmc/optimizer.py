@@ -335,7 +335,9 @@ class AdamMCMC(Sampler):
 
     Args:
         params: parameters, named parameters or groups, as for any optimizer. Groups may differ in lr, betas, eps and sigma.
-        lr, betas, eps: Adam's.
+        lr: Adam's learning rate.
+        betas: Adam's decay rates; the paper's 0.99 for both by default.
+        eps: Adam's, the paper's delta.
         num_data: the number of training examples n (not of batches, not of examples in a batch).
         sigma: standard deviation of the noise on one weight; 0 only with `AlwaysAccept()`.
         sigma_along: noise along the step, in units of the step (the paper's sigma_Delta, without its division by sqrt(P)).
@@ -462,7 +464,11 @@ class MALA(Sampler):
         sigma: None is sqrt(2 h).
         sigma_along: noise along the step in units of the step (the paper's sigma_nabla is h * sigma_along).
         preconditioner: diagonal A, one positive tensor for each trainable parameter; fixed while sampling.
-        inverse_temperature, acceptance, examples, fixed_data, generator: as in `AdamMCMC`.
+        inverse_temperature: as in `AdamMCMC`.
+        acceptance: as in `AdamMCMC`.
+        examples: as in `AdamMCMC`.
+        fixed_data: as in `AdamMCMC`.
+        generator: as in `AdamMCMC`.
     """
 
     def __init__(
@@ -548,8 +554,8 @@ class OptimizerMCMC(Sampler):
     Args:
         params: as for any optimizer. Groups may hold any option of that optimizer, and sigma.
         optimizer: the optimizer's class. Weight decay is allowed, and makes the step depend on the weights (approximate too).
-        options: the optimizer's own, such as lr.
-        num_data, sigma, sigma_along, inverse_temperature, prior, acceptance, examples, fixed_data, generator: as in `AdamMCMC`.
+        **options: the optimizer's own, such as lr.
+        num_data: as in `AdamMCMC`, and so are all that follow.
     """
 
     def __init__(

@@ -1,0 +1,71 @@
+"""A closure as a potential: what is evaluated, and where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from adammcmc import Gaussian, Prior, Target, TensorExamples, UniformBox
+from adammcmc.closure import ClosurePotential
+from adammcmc.packing import Packing
+
+X = torch.randn(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+Y = torch.randn(20, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def potential(prior: Prior | None, reduction: str = "mean") -> tuple[ClosurePotential, Packing, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    packing = Packing(list(model.parameters()), ["a"] * 4)
+    held = packing.pack([p.detach() for p in model.parameters()], packing.memory[0])
+
+    def loss(x: torch.Tensor = X, y: torch.Tensor = Y, reduction: str = reduction) -> torch.Tensor:
+        losses = F.mse_loss(model(x), y, reduction="none")[:, 0]
+        return losses.mean() if reduction == "mean" else losses
+
+    examples = TensorExamples(lambda x, y: loss(x, y, "none"), X, Y)
+    target = Target(200, 0.5, prior)
+    return (
+        ClosurePotential([loss], packing, held, target=target, examples=examples, fixed=False, name=str),
+        packing,
+        model,
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("prior", [None, Gaussian(0.3), UniformBox(-9, 9)])
+def test_the_gradient_is_that_of_v(prior: Prior | None, reduction: str) -> None:
+    """V = mean loss - log prior / (lambda n), with lambda n = 0.5 * 200."""
+    target, packing, model = potential(prior, reduction)
+    evaluation = target.evaluate(packing.memory[0], with_grad=True)
+    params = list(model.parameters())
+    v = F.mse_loss(model(X), Y)
+    if isinstance(prior, Gaussian):
+        v = v - prior.log_density(params) / 100
+    for ours, expected in zip(packing.views(evaluation.grad), torch.autograd.grad(v, params), strict=True):  # type: ignore[arg-type]
+        torch.testing.assert_close(ours, expected)
+    assert evaluation.losses.shape == ((1,) if reduction == "mean" else (1, 20))
+    torch.testing.assert_close(evaluation.losses.mean(), F.mse_loss(model(X), Y).detach())
+
+
+def test_evaluating_elsewhere_writes_there_and_differences_are_of_u() -> None:
+    target, packing, model = potential(Gaussian(0.3))
+    here = target.evaluate(packing.memory[0], with_grad=False)
+    elsewhere = tuple(x + 0.1 for x in packing.memory[0])
+    there = target.evaluate(elsewhere, with_grad=False)
+    for p, moved in zip(model.parameters(), packing.views(elsewhere), strict=True):
+        assert torch.equal(p.detach(), moved)
+    u = [100 * float(e.losses) - float(e.log_prior) for e in (here, there)]
+    assert float(target.compare(here, there)) == pytest.approx(u[1] - u[0], rel=1e-12)
+
+
+def test_losses_of_chosen_examples_are_those_at_the_asked_point() -> None:
+    target, packing, model = potential(None)
+    elsewhere = tuple(x + 0.1 for x in packing.memory[0])
+    chosen = target.example_losses(elsewhere, torch.tensor([3, 1]))
+    expected = F.mse_loss(model(X), Y, reduction="none")[[3, 1], 0]  # the model holds the asked point now
+    torch.testing.assert_close(chosen, expected[None].detach())
+    assert not chosen.requires_grad
+    assert target.num_examples == 20
