@@ -104,7 +104,7 @@ MUTANTS = [
 def is_noticed(mutant: Mutant) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for part in ("src", "tests", "benchmarks"):
+        for part in ("src", "tests", "benchmarks", "docs"):
             shutil.copytree(ROOT / part, copy / part)
         shutil.copy(ROOT / "pyproject.toml", copy)
         file = copy / "src" / "adammcmc" / mutant.file
