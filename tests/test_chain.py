@@ -57,6 +57,20 @@ def test_pytrees_are_the_same_target_as_their_concatenation() -> None:
         assert abs(float(chains.mean()) - variance) < 4.5 * float(chains.std()) / math.sqrt(400)
 
 
+def test_leaves_may_be_one_number_for_each_chain() -> None:
+    draws, _ = sample_density(lambda x: -x.square() / 2, torch.zeros(3000), kernels.mala(0.5), num_steps=60, burn_in=40)
+    assert draws.shape == (3000, 20)
+    chains = draws.double().square().mean(1)
+    assert abs(float(chains.mean()) - 1) < 4.5 * float(chains.std()) / math.sqrt(3000)
+
+
+def test_a_preconditioner_with_its_keys_in_another_order_is_refused() -> None:
+    initial = {"b": torch.zeros(4, 2), "a": torch.zeros(4, 2)}
+    kernel = kernels.mala(0.1, preconditioner={"a": torch.ones(2), "b": 3 * torch.ones(2)})
+    with pytest.raises(ValueError, match="keys in the same order"):
+        sample_density(lambda x: gaussian(x["a"]) + gaussian(x["b"]), initial, kernel, num_steps=3)
+
+
 def test_burn_in_and_gap_keep_the_steps_they_say() -> None:
     initial = torch.zeros(3, 2)
     every, info = sample_density(gaussian, initial, kernels.mala(0.3), num_steps=23, seed=0)
@@ -91,6 +105,10 @@ def test_initial_is_left_alone_and_draws_do_not_alias() -> None:
         ({"log_density": lambda x: -x.square()}, ValueError, "one number for each chain, shape .4,., got .4, 2."),
         ({"initial": torch.full((4, 2), math.nan)}, ValueError, "zero or undefined at the starting point of 4 of 4"),
         ({"initial": torch.zeros(4, 2, dtype=torch.long)}, TypeError, "floating point"),
+        ({"log_density": lambda x: 1.0}, TypeError, "must return a tensor, got float"),
+        ({"log_density": lambda x: torch.zeros(4)}, ValueError, "does not depend on the parameters by autograd"),
+        ({"kernel": kernels.mala(0.1, preconditioner=torch.ones(3))}, ValueError, "`preconditioner` must have the structure"),
+        ({"kernel": kernels.mala(0.1, preconditioner=-torch.ones(2))}, ValueError, "positive everywhere"),
         ({"initial": {"a": 1.0}}, TypeError, "must be tensors"),
         ({"initial": {}}, ValueError, "holds no tensor"),
         ({"initial": (torch.zeros(4, 2), torch.zeros(5, 2))}, ValueError, "chains on their first axis"),

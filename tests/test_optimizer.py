@@ -6,7 +6,9 @@ import copy
 import io
 import logging
 import math
+import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,7 @@ from adammcmc import (
     OptimizerMCMC,
     PerExampleLossRequired,
     Sampler,
+    StochasticClosure,
     TensorExamples,
     UniformBox,
     kernels,
@@ -153,13 +156,13 @@ def test_no_noise_and_always_accept_is_torch_adam() -> None:
 
 
 def test_a_step_calls_the_closure_as_often_as_it_says() -> None:
-    """Algorithm 1: current and proposed. Fixed data: proposed only (the first step pays for its start)."""
+    """Algorithm 1: current and proposed. Fixed data: proposed only (the first step pays for its start, and for a check)."""
     for door, options, calls in (
         (adam_mcmc, {}, 20),
-        (adam_mcmc, {"fixed_data": True}, 11),
+        (adam_mcmc, {"fixed_data": True}, 12),
         (adam_mcmc, {"acceptance": AlwaysAccept()}, 10),
         (mala, {}, 20),
-        (mala, {"fixed_data": True}, 11),
+        (mala, {"fixed_data": True}, 12),
     ):
         model = network()
         sampler = door(model, **options)
@@ -314,7 +317,7 @@ def test_foreign_states_are_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     closure(model)().backward()
     optimizer.step()
-    with pytest.raises(ValueError, match="no moments of Adam"):
+    with pytest.raises(ValueError, match=r"neither a state of AdamMCMC nor of torch"):
         adam_mcmc(model).load_state_dict(optimizer.state_dict())
     smaller = torch.optim.Adam(list(model.parameters())[:2])
     with pytest.raises(ValueError, match="parameter groups differ"):
@@ -629,6 +632,23 @@ def test_weights_written_by_others_void_the_caches() -> None:
             "`sigma_along` must be the same in all groups",
         ),
         (lambda m: sgd_mcmc(m, momentun=0.9), TypeError, "momentun"),
+        (lambda m: AdamMCMC([*m.parameters(), m[0].weight], num_data=1, sigma=1.0), ValueError, "listed twice"),
+        (
+            lambda m: AdamMCMC([{"params": m.parameters(), "weight_decay": 0.1}], num_data=1, sigma=1.0),
+            ValueError,
+            "prior=Gauss",
+        ),
+        (lambda m: adam_mcmc(m, generator=0), TypeError, "manual_seed"),
+        (lambda m: adam_mcmc(m, prior=1.0), TypeError, "`prior` must be a Prior"),
+        (lambda m: adam_mcmc(m, acceptance=FullData), TypeError, "such as Minibatch"),
+        (lambda m: adam_mcmc(m, examples=[1, 2]), TypeError, "method `losses`"),
+        (lambda m: adam_mcmc(m, num_data=64.0), ValueError, "`num_data` must be the number"),
+        (lambda m: adam_mcmc(m).load_state_dict(m.state_dict()), ValueError, "neither a state of"),
+        (
+            lambda m: AdamMCMC([m[0].bias, m[0].weight, *m[2].parameters()], num_data=1, sigma=1.0, prior=Gaussian.fan_in(m)),
+            ValueError,
+            "another order",
+        ),
         (lambda m: AdamMCMC([], num_data=1, sigma=1.0), ValueError, "empty parameter list"),
     ],
 )
@@ -661,8 +681,99 @@ def test_bad_closures_are_refused_by_name(bad, error: type[Exception], message: 
 def test_changing_batches_inside_a_step_are_refused() -> None:
     model = network()
     sizes = iter([8, 9])
-    with pytest.raises(ValueError, match="must see the same batch"):
+    with pytest.raises(ValueError, match="must be of the same batch"):
         adam_mcmc(model).step(lambda: F.cross_entropy(model(X[: (n := next(sizes))]), Y[:n], reduction="none"))
+
+
+def test_a_loss_that_was_computed_outside_is_refused() -> None:
+    model = network()
+    loss = closure(model)()
+    with pytest.raises(ValueError, match=r"same tensor twice.*Put the forward pass inside"):
+        adam_mcmc(model).step(lambda: loss)
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(()), torch.zeros(3), [], [None], 3.0])
+def test_what_is_no_closure_is_refused(bad: object) -> None:
+    with pytest.raises(TypeError, match=r"needs a closure \(a function\)"):
+        adam_mcmc(network()).step(bad)  # type: ignore[arg-type]
+
+
+def test_fixed_data_that_are_not_fixed_are_refused() -> None:
+    """Dropout, shuffled batches, a batch in place of all data: no chain may call itself exact on these."""
+    model = nn.Sequential(nn.Linear(5, 30), nn.Dropout(0.5), nn.Linear(30, 3))
+    with pytest.raises(StochasticClosure, match="Dropout in training mode"):
+        mala(model, fixed_data=True).step(lambda: F.cross_entropy(model(X), Y))
+    batches = iter([slice(0, 32), slice(32, 64)])
+    with pytest.raises(StochasticClosure):
+        mala(model.eval(), fixed_data=True).step(lambda: closure(model, next(batches))())
+    with pytest.raises(ValueError, match="returned 16 losses and `num_data` is 64"):
+        mala(model, fixed_data=True).step(lambda: F.cross_entropy(model(X[:16]), Y[:16], reduction="none"))
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_copies_and_pickles_go_on_like_the_original(door: str) -> None:
+    model = network()
+    sampler = DOORS[door](model, sigma=1e-3, sigma_along=3.0)
+    CosineAnnealingLR(sampler, T_max=100)  # wraps sampler.step
+    for _ in range(3):
+        sampler.step(closure(model))
+    for duplicate in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        other_model, other = duplicate((model, sampler))
+        twin_model, twin = copy.deepcopy((model, sampler))
+        for _ in range(5):
+            other.step(closure(other_model))
+            twin.step(closure(twin_model))
+        assert same(weights(other_model), weights(twin_model))
+        assert not same(weights(other_model), weights(model))
+        assert other.num_steps == 8
+        assert repr(other).startswith(door)
+
+
+def test_a_dtype_changed_on_the_way_is_followed() -> None:
+    model = network()
+    sampler = adam_mcmc(model, sigma_along=3.0)
+    sampler.step(closure(model))
+    model.double()
+    sampler.step(closure(model))
+    assert all(s["exp_avg"].dtype == torch.float64 for s in sampler.state.values())
+
+
+def test_writes_past_autograd_are_seen() -> None:
+    model = network()
+    sampler = adam_mcmc(model, sigma=1.0, sigma_along=0.0)  # far too bold: rejected
+    sampler.step(closure(model))
+    model[0].weight.data.zero_()
+    sampler.step(closure(model))
+    assert not bool(sampler.info.is_accepted)
+    assert not model[0].weight.any()
+
+
+def test_a_state_of_another_target_is_named() -> None:
+    model = network()
+    state = adam_mcmc(model).state_dict()
+    with pytest.warns(UserWarning, match="another target.*n = 64.*n = 128"):
+        adam_mcmc(model, num_data=128).load_state_dict(state)
+
+
+def test_numbers_of_numpy_make_a_state_that_loads_safely() -> None:
+    model = network()
+    sampler = adam_mcmc(model, lr=np.float64(1e-2), sigma=np.float32(0.01))
+    sampler.step(closure(model))
+    file = io.BytesIO()
+    torch.save(sampler.state_dict(), file)
+    file.seek(0)
+    torch.load(file, weights_only=True)
+
+
+def test_mala_takes_its_step_size_by_group() -> None:
+    model = network()
+    groups = [{"params": model[0].parameters(), "step_size": 1e-4}, {"params": model[2].parameters(), "name": "head"}]
+    sampler = MALA(groups, 1e-3, num_data=64, prior=Gaussian())
+    assert [group["lr"] for group in sampler.param_groups] == [1e-4, 1e-3]
+    sampler.step(closure(model))
+    sampler.param_groups[0]["lr"] = 0.0
+    with pytest.raises(ValueError, match=r"`step_size` is 0 \(did a scheduler"):
+        sampler.step(closure(model))
 
 
 def test_an_error_at_the_proposal_restores_the_weights() -> None:

@@ -23,6 +23,7 @@ ORDER = [
     ["kernels"],
     ["fused", "packing"],
     ["closure"],
+    ["sampler"],
     ["optimizer"],
     ["progress"],
     ["chain"],

@@ -4,9 +4,10 @@ from adammcmc import acceptance, kernels, target
 from adammcmc.acceptance import AlwaysAccept, FullData, Minibatch
 from adammcmc.chain import sample_density
 from adammcmc.data import Examples, TensorExamples
-from adammcmc.errors import NonFiniteLoss, PerExampleLossRequired
+from adammcmc.errors import NonFiniteLoss, PerExampleLossRequired, StochasticClosure
 from adammcmc.kernel import ChainState, Info, Kernel
-from adammcmc.optimizer import MALA, AdamMCMC, OptimizerMCMC, Sampler
+from adammcmc.optimizer import MALA, AdamMCMC, OptimizerMCMC
+from adammcmc.sampler import Sampler
 from adammcmc.target import Density, Gaussian, Prior, Target, UniformBall, UniformBox, from_paper
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "PerExampleLossRequired",
     "Prior",
     "Sampler",
+    "StochasticClosure",
     "Target",
     "TensorExamples",
     "UniformBall",

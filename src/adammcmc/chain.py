@@ -60,7 +60,7 @@ def sample_density(
         raise ValueError("`initial` holds no tensor.")
     generator = seed
     if not isinstance(generator, torch.Generator):
-        generator = torch.Generator(leaves[0].device).manual_seed(generator)
+        generator = torch.Generator(leaves[0].device).manual_seed(int(generator))
 
     potential = Density(log_density, like=initial)
     state = kernel.init(unflatten(tuple(x.detach().clone() for x in leaves), structure), potential)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adammcmc.data import Examples
+from adammcmc.errors import StochasticClosure
 from adammcmc.leaves import Leaves
 from adammcmc.packing import Packing
 from adammcmc.target import Evaluation, Target, potential_difference
@@ -28,6 +29,7 @@ class ClosurePotential:
         closures: the micro-batches of the step, mostly one.
         packing: the model's trainable parameters and how they lie in leaves.
         held: the leaves whose values the parameters have now.
+        must_check: whether to check, at the first evaluation, that fixed data are fixed.
         name: what the parameter of this index is called in messages.
     """
 
@@ -40,11 +42,15 @@ class ClosurePotential:
         target: Target,
         examples: Examples | None,
         fixed: bool,
+        must_check: bool = False,
         name: Callable[[int], str],
     ) -> None:
         self.scale = target.scale
         self.inverse_temperature = target.inverse_temperature
         self.fixed = fixed
+        self._must_check = must_check
+        self._num_data = target.num_data
+        self._returned: list[Tensor] = []
         self._prior = target.prior
         self._closures = closures
         self._packing = packing
@@ -62,8 +68,26 @@ class ClosurePotential:
         self.place(params)
         if not with_grad:
             return Evaluation(self._losses()[None], self.log_prior(params), None)
+        first = self._calls_backward is None
         losses, grads = self._differentiate()
+        if self.fixed and first and self._must_check:
+            self._check_fixed(losses)
         return Evaluation(losses[None], self.log_prior(params), self._join(grads, params))
+
+    def _check_fixed(self, losses: Tensor) -> None:
+        """`fixed_data` is a promise. What can be seen of it is seen here, once, at the price of one more forward."""
+        if losses.dim() == 1 and len(losses) != self._num_data:
+            raise ValueError(
+                f"fixed_data=True says that each closure sees all data, but it returned {len(losses)} losses and `num_data` is "
+                f"{self._num_data}."
+            )
+        again = self._losses()
+        if again.shape != losses.shape or not torch.allclose(again, losses, rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise StochasticClosure(
+                "fixed_data=True says that the loss is the same function of the weights at every call, but two calls at one "
+                f"point gave mean losses {float(losses.mean()):.6g} and {float(again.mean()):.6g}. Dropout in training mode? "
+                "Shuffled batches? Use model.eval(), return the loss of all data, or set fixed_data=False."
+            )
 
     def _join(self, grads: Sequence[Tensor], params: Leaves) -> Leaves:
         """The gradient of V as leaves: the loss's part and the prior's."""
@@ -75,8 +99,8 @@ class ClosurePotential:
         if current.losses.shape != proposed.losses.shape:
             raise ValueError(
                 f"the closure returned losses of shape {tuple(current.losses.shape[1:])} at the current weights and "
-                f"{tuple(proposed.losses.shape[1:])} at the proposed ones. Both calls must see the same batch: fetch it "
-                "outside of the closure."
+                f"{tuple(proposed.losses.shape[1:])} at the proposed ones. Both must be of the same batch: fetch it outside of "
+                "the closure, and set fixed_data=True only if every step sees the same data."
             )
         return potential_difference(self.scale, current, proposed)
 
@@ -98,11 +122,21 @@ class ClosurePotential:
             self._packing.write(params)
             self._held = params
 
+    def _called(self, closure: Closure) -> Tensor:
+        loss = _checked(closure())
+        if any(loss is earlier for earlier in self._returned):
+            raise ValueError(
+                "the closure returned the same tensor twice: it must compute the loss anew at each call, at the weights that "
+                "the model holds then. Put the forward pass inside: sampler.step(lambda: F.cross_entropy(model(x), y))."
+            )
+        self._returned.append(loss)
+        return loss
+
     def _losses(self) -> Tensor:
         """Losses of all micro-batches, without gradient (a closure that calls backward gets its way, and `grad` its value)."""
         saved = [p.grad for p in self._live]
         with torch.set_grad_enabled(bool(self._calls_backward)):
-            losses = [_checked(closure()) for closure in self._closures]
+            losses = [self._called(closure) for closure in self._closures]
         for p, g in zip(self._live, saved, strict=True):
             p.grad = g
         return _joined([x.detach() for x in losses])
@@ -117,7 +151,7 @@ class ClosurePotential:
         sums: list[Tensor] | None = None
         for closure in self._closures:
             with torch.enable_grad():
-                loss = _checked(closure())
+                loss = self._called(closure)
                 called = any(p.grad is not None for p in self._live)
                 if not called:
                     sums = self._add_grad(loss.mean() if len(self._closures) == 1 else loss.sum(), sums)

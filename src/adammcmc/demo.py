@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adammcmc.optimizer import MALA, AdamMCMC, Sampler
+from adammcmc.optimizer import MALA, AdamMCMC
 from adammcmc.progress import track
+from adammcmc.sampler import Sampler
 from adammcmc.target import Gaussian, Prior
 
 __all__ = ["Irises", "Run", "draw_picture", "irises", "run_demo", "sample", "train"]

@@ -1,6 +1,6 @@
 """The named exceptions: raised where a caller would want to act on the kind of failure."""
 
-__all__ = ["NonFiniteLoss", "PerExampleLossRequired"]
+__all__ = ["NonFiniteLoss", "PerExampleLossRequired", "StochasticClosure"]
 
 
 class NonFiniteLoss(RuntimeError):
@@ -16,3 +16,7 @@ class NonFiniteLoss(RuntimeError):
 
 class PerExampleLossRequired(RuntimeError):
     """The acceptance test needs the losses of single examples, and the sampler was given no `examples`."""
+
+
+class StochasticClosure(RuntimeError):
+    """Two calls of the closure at the same weights gave different losses, where the loss must be a function of the weights."""

@@ -35,7 +35,7 @@ class Workspace:
     Memory that a step takes and gives back goes to the operating system, and is paid for again page by page.
 
     Args:
-        memory: two sets of leaves of one chain, for the current and the proposed point, which change places.
+        memory: two sets of leaves of one chain, for the current and the proposed point.
     """
 
     def __init__(self, memory: tuple[Leaves, Leaves]) -> None:
@@ -52,10 +52,6 @@ class Workspace:
         size = max(s.stop - s.start for x in leaves for s in blocks(x.numel()))
         self._update = {dtype: torch.empty(1, size, dtype=dtype) for dtype in {x.dtype for x in leaves}}
         self._wide = [torch.empty(size, dtype=torch.float64) for _ in range(2)]
-
-    def proposed(self, current: Leaves) -> Leaves:
-        """The leaves that are not the current ones."""
-        return self.memory[0] if current is not self.memory[0] else self.memory[1]
 
     @contextmanager
     def draw_ahead(self, generator: torch.Generator) -> Iterator[None]:
@@ -117,7 +113,7 @@ class InPlaceAdamMCMC(AdamMCMCKernel):
         n = len(params)
         sigmas = spread(self.proposal.sigma, n)
         options = zip(spread(adam.lr, n), spread(adam.betas, n), spread(adam.eps, n), strict=True)
-        proposed = work.proposed(params)
+        proposed = work.memory[1]
         along, noise = work.noise(generator)
         step = tuple(k + 1 for k in memory.step)
         squares, crosses = [], []

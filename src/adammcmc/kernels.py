@@ -76,6 +76,8 @@ class MALAKernel:
     proposal: Langevin
     acceptance: Test
     name: str = "MALA"
+    structure: Any = None
+    """Of the preconditioner, if it is not one tensor or a tuple of tensors."""
 
     def __post_init__(self) -> None:
         _check_noise(self.proposal.sigma, self.acceptance)
@@ -86,6 +88,16 @@ class MALAKernel:
         return Gradient(rates, self.proposal.preconditioner)
 
     def init(self, params: Any, potential: Potential) -> ChainState:
+        if self.proposal.preconditioner is not None:
+            leaves, structure = flatten(params)
+            shapes = [tuple(a.shape) for a in self.proposal.preconditioner]
+            if shapes != [tuple(x.shape[1:]) for x in leaves] or self.structure != structure:
+                raise ValueError(
+                    "`preconditioner` must have the structure of the parameters, keys in the same order, without the chain "
+                    f"axis: shapes {[tuple(x.shape[1:]) for x in leaves]}, got {shapes}."
+                )
+            if not all(bool((a > 0).all()) for a in self.proposal.preconditioner):
+                raise ValueError("`preconditioner` must be positive everywhere.")
         return start(params, potential, Gradient(1.0))
 
     def step(self, state: ChainState, potential: Potential, generator: torch.Generator) -> tuple[ChainState, Info]:
@@ -217,10 +229,8 @@ def mala(
         sigma = [math.sqrt(2 * h) for h in sizes]
         sigma = sigma if isinstance(step_size, list) else sigma[0]
     _prolate(sigma, sigma_along)
-    diagonal: Leaves | None = None
-    if preconditioner is not None:
-        diagonal, _ = flatten(preconditioner)
-    return MALAKernel(step_size, Langevin(sigma, sigma_along, diagonal), acceptance or Minibatch())
+    diagonal, structure = (None, None) if preconditioner is None else flatten(preconditioner)
+    return MALAKernel(step_size, Langevin(sigma, sigma_along, diagonal), acceptance or Minibatch(), structure=structure)
 
 
 def _prolate(sigma: PerLeaf[float], sigma_along: float) -> Prolate:

@@ -21,6 +21,7 @@ __all__ = [
     "inner",
     "is_finite",
     "per_chain",
+    "same",
     "select",
     "spread",
     "standard_normal",
@@ -82,7 +83,7 @@ def blocks(length: int) -> list[slice]:
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
     """The dot product of two leaves for each chain, (chains,), in float64 (block by block, to spare memory)."""
-    a, b = a.flatten(1), b.flatten(1)
+    a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
     sums = [_dot(a[:, s].double(), b[:, s].double()) for s in blocks(a.shape[1])]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
@@ -94,6 +95,11 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 def is_finite(x: Tensor) -> Tensor:
     """`torch.isfinite` in two operations instead of five: only a finite number minus itself is zero."""
     return (x - x) == 0
+
+
+def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects."""
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
 def select(mask: Tensor, yes: Leaves, no: Leaves) -> Leaves:

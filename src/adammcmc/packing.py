@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from adammcmc.leaves import Leaves
+from adammcmc.leaves import Leaves, same
 
 __all__ = ["Packing"]
 
@@ -37,9 +37,16 @@ class Packing:
         self._flat = [flat[members[0]] for members in self.members]
         self._views: dict[int, tuple[Leaves, list[Tensor]]] = {}
         self.memory = (self._lasting(), self._lasting())
-        """For the current and the proposed point, which change places when a proposal is accepted."""
+        """For the current and the proposed point."""
         self.last_grads: Sequence[Tensor] = ()
         """What autograd returned last; let go just before it is asked again, so that it finds its memory still mapped."""
+
+    def fits(self, params: Sequence[Parameter]) -> bool:
+        """Whether this is the layout of these parameters, in their present dtype and place."""
+        return same(self.params, params) and all(
+            p.dtype == view.dtype and p.device == view.device
+            for p, view in zip(params, self.views(self.memory[0]), strict=True)
+        )
 
     def new(self) -> Leaves:
         """Zeros in this layout."""

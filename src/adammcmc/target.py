@@ -108,6 +108,8 @@ class Density:
         with torch.set_grad_enabled(with_grad):
             leaves = tuple(x.detach().requires_grad_(with_grad) for x in params)
             value = self._log_density(unflatten(leaves, self._structure))
+            if not isinstance(value, Tensor):
+                raise TypeError(f"log_density must return a tensor, got {type(value).__name__}.")
             if value.shape != params[0].shape[:1]:
                 raise ValueError(
                     f"log_density must return one number for each chain, shape {tuple(params[0].shape[:1])}, "
@@ -115,6 +117,8 @@ class Density:
                 )
             grad = None
             if with_grad:
+                if not value.requires_grad:
+                    raise ValueError("log_density does not depend on the parameters by autograd: compute it with torch.")
                 # grad of -log p outside the support may be NaN there; such a point is never accepted, so never used
                 grad = torch.autograd.grad(-value.sum(), leaves, materialize_grads=True)
         return Evaluation(-value.detach(), self.log_prior(params), grad)
@@ -170,11 +174,16 @@ class Gaussian(Prior):
     """
 
     scale: float | tuple[float, ...] = 1.0
+    shapes: tuple[torch.Size, ...] | None = None
+    """Of the tensors that the scales belong to, where they were made for a model."""
 
     def __post_init__(self) -> None:
-        for scale in self._scales(1) if isinstance(self.scale, float | int) else self.scale:
+        many = isinstance(self.scale, tuple | list)
+        scales = tuple(float(s) for s in self.scale) if many else (float(self.scale),)  # type: ignore[union-attr, arg-type]
+        for scale in scales:
             if not (scale > 0 and math.isfinite(scale)):
                 raise ValueError(f"`scale` must be positive and finite, got {scale}.")
+        object.__setattr__(self, "scale", scales if many else scales[0])
 
     @classmethod
     def per_layer(cls, model: nn.Module, scales: Mapping[str, float]) -> Gaussian:
@@ -194,7 +203,7 @@ class Gaussian(Prior):
             chosen.append(scales[max(matches, key=len)])
         if unused := set(scales) - used - {""}:
             raise ValueError(f"`scales` names no trainable parameter with {sorted(unused)}.")
-        return cls(tuple(chosen))
+        return cls(tuple(chosen), tuple(p.shape for _, p in _trainable(model)))
 
     @classmethod
     def fan_in(cls, model: nn.Module, gain: float = 1.0, bias_scale: float = 1.0) -> Gaussian:
@@ -204,7 +213,8 @@ class Gaussian(Prior):
             >>> Gaussian.fan_in(nn.Linear(4, 8), gain=2.0).scale
             (1.0, 1.0)
         """
-        return cls(tuple(gain / math.sqrt(p[0].numel()) if p.dim() > 1 else bias_scale for _, p in _trainable(model)))
+        scales = tuple(gain / math.sqrt(p[0].numel()) if p.dim() > 1 else bias_scale for _, p in _trainable(model))
+        return cls(scales, tuple(p.shape for _, p in _trainable(model)))
 
     def _scales(self, num_tensors: int) -> tuple[float, ...]:
         return self.scale if isinstance(self.scale, tuple) else (self.scale,) * num_tensors
@@ -212,6 +222,11 @@ class Gaussian(Prior):
     def check(self, params: Sequence[Tensor]) -> None:
         if len(scales := self._scales(len(params))) != len(params):
             raise ValueError(f"the Gaussian prior has {len(scales)} scales for {len(params)} trainable tensors.")
+        if self.shapes is not None and self.shapes != tuple(p.shape for p in params):
+            raise ValueError(
+                "the Gaussian prior was made for the trainable tensors of a model in the model's order; the sampler has "
+                "others, or another order. Give the scales as a tuple in the order of the sampler's groups."
+            )
 
     def log_density(self, params: Sequence[Tensor]) -> Tensor:
         norms = (torch.linalg.vector_norm(p, dtype=torch.float64) for p in params)
@@ -297,8 +312,8 @@ class Target:
     prior: Prior | None = None
 
     def __post_init__(self) -> None:
-        if not self.num_data >= 1:
-            raise ValueError(f"`num_data` must be the number of training examples, at least 1, got {self.num_data}.")
+        if type(self.num_data) is bool or not hasattr(self.num_data, "__index__") or self.num_data < 1:
+            raise ValueError(f"`num_data` must be the number of training examples, at least 1, got {self.num_data!r}.")
         if not (self.inverse_temperature > 0 and math.isfinite(self.inverse_temperature)):
             raise ValueError(f"`inverse_temperature` must be positive and finite, got {self.inverse_temperature}.")
 

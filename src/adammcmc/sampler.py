@@ -1,0 +1,377 @@
+"""What the optimizers share: torch's contract, and one step of a chain over the parameters of a model.
+
+Each step gathers the state from torch's own places (`param_groups`, `state`), calls the pure kernel, and puts the result back.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import numbers
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from adammcmc import kernels
+from adammcmc.acceptance import Minibatch, Test
+from adammcmc.closure import Closure, ClosurePotential
+from adammcmc.data import Examples
+from adammcmc.errors import NonFiniteLoss
+from adammcmc.kernel import ChainState, Info
+from adammcmc.packing import Packing
+from adammcmc.target import Prior, Target
+
+__all__ = ["Params", "Sampler"]
+
+_logger = logging.getLogger("adammcmc")
+_OWN_KEY = "adammcmc"  # of state_dict: what torch would cast or drop if it lay in `state` (generator, counters)
+_TORCH_KEYS = {"params", "param_names", "initial_lr", "name"}
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+class Sampler(torch.optim.Optimizer, ABC):
+    """What `AdamMCMC`, `MALA` and `OptimizerMCMC` share: one chain over the parameters of a model.
+
+    A parameter with `requires_grad=False` is not sampled. One that the loss does not reach has gradient zero and is sampled:
+    its posterior is its prior.
+    """
+
+    _own_caches: tuple[str, ...] = ()
+    """Attributes of a subclass that are rebuilt when they are missing, and are not copied or pickled."""
+
+    def __init__(
+        self,
+        params: Params,
+        defaults: dict[str, Any],
+        *,
+        target: Target,
+        acceptance: Test | None,
+        examples: Examples | None,
+        fixed_data: bool,
+        generator: torch.Generator | None,
+    ) -> None:
+        self.target = target
+        self.acceptance: Test = Minibatch() if acceptance is None else acceptance
+        _check_types(target, self.acceptance, examples, generator)
+        self.fixed_data = fixed_data
+        self.num_steps = 0
+        self._examples = examples
+        self._packing: Packing | None = None
+        self._info: Info | None = None
+        self._here: Any = None
+        self._carry: Any = None
+        self._fingerprint: tuple[Any, ...] = ()
+        self._checked_sigmas: tuple[float, ...] = ()
+        super().__init__(params, defaults)
+        if examples is not None and len(examples) != target.num_data:
+            raise ValueError(f"`num_data` is {target.num_data}, but `examples` holds {len(examples)}.")
+        devices = {p.device for p in self._parameters()}
+        if len(devices) > 1:
+            raise ValueError(f"all parameters must be on one device, got {sorted(map(str, devices))}.")
+        self.device = devices.pop()
+        if generator is None:
+            # drawn from torch's default generator, so that torch.manual_seed fixes the run
+            generator = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, ())))
+        self.generator = generator
+        self._frozen_at = torch.full((1,), -1, dtype=torch.int64, device=self.device)
+        self._frozen_at_host = _host_copy(self._frozen_at)
+        self._sum_acceptance = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._kernel(self._layout())  # checks the hyper-parameters
+
+    # --- what a subclass adds -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _label(self, p: Parameter, group: int) -> Hashable | None:
+        """Parameters with equal labels share a leaf (`Packing`)."""
+
+    @abstractmethod
+    def _kernel(self, packing: Packing) -> kernels.AdamMCMCKernel | kernels.MALAKernel:
+        """The kernel with the present hyper-parameters of the groups, for these leaves."""
+
+    @abstractmethod
+    def _gather(self, packing: Packing) -> Any:
+        """The direction's memory, from `self.state`."""
+
+    @abstractmethod
+    def _scatter(self, packing: Packing, memory: Any) -> None:
+        """The direction's memory, into `self.state`."""
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Closure | Sequence[Closure] | None = None) -> Tensor:  # type: ignore[override]
+        """One transition: propose, test, move or stay. Returns the batch's mean loss at the weights before the step.
+
+        Args:
+            closure: returns the loss of this step's batch at the model's present weights: the mean, shape (), or (better, it
+                loses fewer digits) the losses of the examples, shape (batch,). It is called at the current and at the
+                proposed weights, and must see the same batch both times. A list of closures is a batch in micro-batches,
+                whose gradients are accumulated: means of equally many examples each, or losses of single examples.
+        """
+        closures = [closure] if callable(closure) else closure
+        if not isinstance(closures, list | tuple) or not closures or not all(map(callable, closures)):
+            raise TypeError(
+                f"{type(self).__name__}.step needs a closure (a function) that returns the loss of the batch, got "
+                f"{type(closure).__name__}. Write sampler.step(lambda: F.cross_entropy(model(x), y)). GradScaler passes none: "
+                "for mixed precision use torch.autocast with bfloat16 inside the closure, without a scaler."
+            )
+        self.check()
+        packing = self._layout()
+        kernel = self._kernel(packing)
+        self._check_resolution(packing)
+        if self.num_steps == 0:
+            _logger.info(self.describe())
+
+        if _fingerprint(packing.params) != self._fingerprint:  # someone else wrote the weights: what was known is void
+            self._here = self._carry = None
+        current = packing.pack([p.detach() for p in packing.params], packing.memory[0])
+        potential = ClosurePotential(
+            closures,
+            packing,
+            current,
+            target=self.target,
+            examples=self._examples,
+            fixed=self.fixed_data,
+            must_check=self._here is None,
+            name=self._name,
+        )
+        state = ChainState(current, self._gather(packing), self._here, self._carry, self.num_steps, self._frozen_at)
+        try:
+            state, info = kernel.step(state, potential, self.generator)
+        except BaseException:
+            potential.place(current)  # an error in the closure must not leave the proposal in the model
+            self._fingerprint = ()
+            raise
+        potential.place(state.params)
+        self._scatter(packing, state.memory)
+        self._here, self._carry, self._frozen_at = state.here, state.carry, state.frozen_at
+        self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
+        self._fingerprint = _fingerprint(packing.params)
+        self.num_steps += 1
+        self._info = info
+        self._sum_acceptance += info.acceptance_rate[0]
+        return info.loss[0]
+
+    @property
+    def info(self) -> Info:
+        """The last step in numbers, 0-d tensors on the parameters' device; reading it does not wait for the device."""
+        if self._info is None:
+            raise RuntimeError("no step was taken yet: there is nothing to report.")
+        return Info(*(field[0] for field in self._info))
+
+    @property
+    def mean_acceptance_rate(self) -> Tensor:
+        """Mean of min(1, exp(Y)) over all steps of this sampler, on the device."""
+        return self._sum_acceptance / max(1, self.num_steps)
+
+    def check(self) -> None:
+        """Raise `NonFiniteLoss` if the chain froze. `step` calls it; on an accelerator it may notice a few steps late."""
+        if (step := int(self._frozen_at_host)) >= 0:
+            raise NonFiniteLoss(
+                f"the loss, its gradient or the log prior was NaN or infinite at the current weights, at step {step}. The "
+                "chain has not moved since; the weights are those of the last healthy step. Look at that batch (or, at step 0, "
+                "whether the weights lie inside the prior's support), then call unfreeze() to go on."
+            )
+
+    def unfreeze(self) -> None:
+        """Let a chain that froze on a non-finite loss go on from where it stands."""
+        self._frozen_at.fill_(-1)
+        self._frozen_at_host.fill_(-1)
+
+    # --- what it samples ----------------------------------------------------------------------------------------
+
+    def approximations(self) -> list[str]:
+        """Why the chain is not exact, in a few words each; empty if it is."""
+        return self._kernel(self._layout()).approximation(fixed_data=self.fixed_data)
+
+    def describe(self) -> str:
+        """The realised target in one line: density, temperature, data, prior, kernel, test, exact or approximate."""
+        packing = self._layout()
+        reasons = self.approximations()
+        return (
+            f"{self.target}, P = {sum(p.numel() for p in packing.params)} | {self._kernel(packing).name}, {self.acceptance}"
+            f"{' (all data)' if self.fixed_data else ''} | " + (f"approximate: {'; '.join(reasons)}" if reasons else "exact")
+        )
+
+    # --- torch's contract ---------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        for key in set(param_group) - set(self.defaults) - _TORCH_KEYS:
+            near = difflib.get_close_matches(key, self.defaults, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else f" Known: {sorted(self.defaults)}."
+            if key == "weight_decay":
+                hint = " Weight decay is a prior here: prior=Gaussian(scale)."
+            raise ValueError(f"unknown option '{key}' in a parameter group.{hint}")
+        listed = param_group["params"]
+        listed = [listed] if isinstance(listed, Tensor) else list(listed)
+        tensors = [x[1] if isinstance(x, tuple) else x for x in listed] + self._parameters()
+        if len(set(map(id, tensors))) < len(tensors):
+            raise ValueError("a parameter is listed twice: it would be two coordinates of the chain.")
+        super().add_param_group({**param_group, "params": listed})
+        self._here = self._carry = self._packing = None
+        group = self.param_groups[-1]
+        for key in set(group) & {"lr", "eps", "sigma", "sigma_along"}:
+            if isinstance(group[key], numbers.Real):
+                group[key] = float(group[key])  # a number of numpy's would keep the state from loading safely
+        try:
+            if any(p.is_complex() for p in group["params"]):
+                raise ValueError("complex parameters cannot be sampled. Use torch.view_as_real and real parameters.")
+            if group["sigma_along"] != self.param_groups[0]["sigma_along"]:
+                raise ValueError("`sigma_along` must be the same in all groups: there is one z for all parameters.")
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state, and under one key of its own the generator and the counters: enough to go on bit for bit."""
+        own = {
+            "sampler": type(self).__name__,
+            "target": str(self.target),
+            "generator": self.generator.get_state(),
+            "num_steps": self.num_steps,
+            "sum_acceptance": self._sum_acceptance.clone(),
+            "frozen_at": self._frozen_at.clone(),
+        }
+        return {**super().state_dict(), _OWN_KEY: own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this sampler, to go on bit for bit (or, for AdamMCMC, the moments of a torch.optim.Adam)."""
+        if _OWN_KEY not in state_dict:
+            self._load_foreign(state_dict)
+            return
+        own = state_dict[_OWN_KEY]
+        if own["sampler"] != type(self).__name__:
+            raise ValueError(f"this is a state of {own['sampler']}, not of {type(self).__name__}.")
+        if own["generator"].shape != self.generator.get_state().shape:
+            raise ValueError("the state was saved on another kind of device: its random numbers cannot go on here.")
+        if own["target"] != str(self.target):
+            warnings.warn(f"the state is of another target: {own['target']}; this sampler's is {self.target}.", stacklevel=2)
+        self._load_torch(state_dict)
+        self.generator.set_state(own["generator"].cpu())
+        self.num_steps = own["num_steps"]
+        self._sum_acceptance.copy_(own["sum_acceptance"])
+        self._frozen_at = own["frozen_at"].to(self.device)
+        self._frozen_at_host.copy_(self._frozen_at)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy and pickle: all but caches, and the wrapper that a scheduler puts around `step`."""
+        caches = ("_packing", "_info", "_here", "_carry", "_fingerprint", "_frozen_at_host", "step", *self._own_caches)
+        kept = {key: value for key, value in self.__dict__.items() if key not in caches and "hooks" not in key}
+        return {**kept, "generator": (str(self.device), self.generator.get_state())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "generator" not in state:  # torch's load_state_dict sets only its own part
+            super().__setstate__(state)
+            return
+        device, numbers_to_come = state["generator"]
+        generator = torch.Generator(device)
+        generator.set_state(numbers_to_come)
+        super().__setstate__({**state, "generator": generator})
+        self._packing = self._info = self._here = self._carry = None
+        self._fingerprint = ()
+        self._frozen_at_host = _host_copy(self._frozen_at)
+        for cache in self._own_caches:
+            setattr(self, cache, None)
+
+    def _load_foreign(self, state_dict: dict[str, Any]) -> None:
+        raise ValueError(f"this is not a state of {type(self).__name__}: it has no entry '{_OWN_KEY}'.")
+
+    def _load_torch(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != _OWN_KEY})
+        self._here = self._carry = self._packing = None
+        self._checked_sigmas = ()
+        for state in self.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].cpu()  # where reading it costs nothing
+
+    # --- small things -------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> list[Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _trainable(self) -> list[Parameter]:
+        return [p for p in self._parameters() if p.requires_grad]
+
+    def _layout(self) -> Packing:
+        """The trainable parameters in leaves; made anew when they are others than at the last step."""
+        params = self._trainable()
+        if not params:
+            raise ValueError("no parameter requires a gradient: there is nothing to sample.")
+        if self._packing is None or not self._packing.fits(params):
+            if self.target.prior is not None:
+                self.target.prior.check(params)
+            owners = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+            self._packing = Packing(params, [self._label(p, owners[p]) for p in params])
+            self._groups = [owners[params[members[0]]] for members in self._packing.members]
+            self._here = self._carry = None
+            self._checked_sigmas = ()
+        return self._packing
+
+    def _options(self, key: str) -> list[Any]:
+        """A hyper-parameter of each leaf."""
+        return [self.param_groups[i][key] for i in self._groups]
+
+    def _sigmas(self) -> list[float]:
+        return [float(s) for s in self._options("sigma")]
+
+    def _name(self, index: int) -> str:
+        p = self._trainable()[index]
+        for group in self.param_groups:
+            for other, name in zip(group["params"], group.get("param_names", []), strict=False):
+                if other is p:
+                    return f"parameter '{name}'"
+        return f"parameter {index}"
+
+    def _check_resolution(self, packing: Packing) -> None:
+        """Refuse noise below the spacing of the weights' own numbers, where it would be rounded away.
+
+        Looks at the weights (and waits for the device) at the first step and whenever a sigma shrank, not at every step.
+        """
+        sigmas = tuple(self._sigmas())
+        if self._checked_sigmas and all(s >= c for s, c in zip(sigmas, self._checked_sigmas, strict=True)):
+            return
+        for sigma, members in zip(sigmas, packing.members, strict=True):
+            for i in members:
+                p = packing.params[i].detach()
+                largest = float(p.abs().max()) if p.numel() else 0.0
+                if sigma == 0 or largest == 0 or not math.isfinite(largest):
+                    continue
+                ulp = torch.finfo(p.dtype).eps * 2.0 ** math.floor(math.log2(largest))
+                if sigma < ulp:
+                    raise ValueError(
+                        f"`sigma` = {sigma:.3g} is below the spacing {ulp:.3g} of {p.dtype} numbers near the largest weight "
+                        f"{largest:.3g} of {self._name(i)}: the noise would be lost in rounding. Keep the weights in float32 "
+                        "(and use torch.autocast with bfloat16 in the closure for speed), or raise sigma."
+                    )
+        self._checked_sigmas = sigmas
+
+
+def _check_types(target: Target, acceptance: Test, examples: Examples | None, generator: torch.Generator | None) -> None:
+    if not isinstance(target.prior, Prior | None):
+        raise TypeError(f"`prior` must be a Prior, such as Gaussian(1.0), or None, got {target.prior!r}.")
+    if isinstance(acceptance, type) or not hasattr(acceptance, "approximation"):
+        raise TypeError(f"`acceptance` must be an acceptance test, such as Minibatch() or FullData(), got {acceptance!r}.")
+    if examples is not None and not hasattr(examples, "losses"):
+        raise TypeError(
+            f"`examples` must have a method `losses` (adammcmc.Examples), got {type(examples).__name__}. "
+            "For tensors: TensorExamples(loss, inputs, targets)."
+        )
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"`generator` must be a torch.Generator, got {generator!r}. Write torch.Generator().manual_seed(0).")
+
+
+def _host_copy(flag: Tensor) -> Tensor:
+    """Where the flag can be read without waiting for the device."""
+    return torch.full(flag.shape, -1, dtype=flag.dtype, pin_memory=flag.is_cuda).copy_(flag)
+
+
+def _fingerprint(params: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Changes when somebody writes to the weights."""
+    return tuple((p.data_ptr(), p._version) for p in params)
