@@ -13,6 +13,7 @@ from adammcmc.kernels import AdamMCMCKernel
 from adammcmc.leaves import blocks, inner, select, standard_normal
 from adammcmc.packing import Packing
 from adammcmc.proposal import Prolate
+from adammcmc.target import Evaluation
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -24,11 +25,12 @@ def test_in_place_and_pure_propose_the_same_bits(sizes: tuple[int, ...], dtype: 
     memory = AdamMemory(m1, m2, tuple(range(3, 3 + len(sizes))))
     options = [0.01] * len(sizes), [(0.9, 0.99)] * len(sizes), [1e-8] * len(sizes)
     parts = Adam(*options), Prolate([0.1 + i for i in range(len(sizes))], 1.5), Minibatch()
-    expected, expected_memory = AdamMCMCKernel(*parts).propose(params, grad, memory, torch.Generator().manual_seed(9))
+    here = Evaluation(torch.ones(1), torch.zeros(1), grad)
+    expected, expected_memory = AdamMCMCKernel(*parts).propose(params, here, memory, torch.Generator().manual_seed(9))
     fresh = AdamMemory(tuple(x.clone() for x in m1), tuple(x.clone() for x in m2), memory.step)
     work = Workspace((tuple(map(torch.empty_like, params)), tuple(map(torch.empty_like, params))))
     fast = InPlaceAdamMCMC(*parts, workspace=work)
-    move, new_memory = fast.propose(params, grad, fresh, torch.Generator().manual_seed(9))
+    move, new_memory = fast.propose(params, here, fresh, torch.Generator().manual_seed(9))
     for a, b in zip(move.proposed, expected.proposed, strict=True):
         assert torch.equal(a, b)
     for field, other in zip(new_memory, expected_memory, strict=True):
@@ -37,12 +39,18 @@ def test_in_place_and_pure_propose_the_same_bits(sizes: tuple[int, ...], dtype: 
     assert new_memory.exp_avg[0] is fresh.exp_avg[0], "in place"
 
 
-def test_a_nan_gradient_does_not_reach_the_moments_in_place() -> None:
+@pytest.mark.parametrize("bad", ["grad", "loss", "prior"])
+def test_what_is_not_finite_does_not_reach_the_moments_in_place(bad: str) -> None:
     params = (torch.zeros(1, 4),)
     memory = AdamMemory((torch.ones(1, 4),), (torch.ones(1, 4),), (1,))
     work = Workspace((params, tuple(map(torch.empty_like, params))))
     kernel = InPlaceAdamMCMC(Adam(0.1), Prolate(0.1), Minibatch(), workspace=work)
-    kernel.propose(params, (torch.tensor([[1.0, torch.nan, 0, 0]]),), memory, torch.Generator())
+    here = Evaluation(
+        torch.tensor([torch.inf if bad == "loss" else 1.0]),
+        torch.tensor([-torch.inf if bad == "prior" else 0.0]),
+        (torch.tensor([[1.0, torch.nan if bad == "grad" else 1.0, 0, 0]]),),
+    )
+    kernel.propose(params, here, memory, torch.Generator())
     assert torch.equal(memory.exp_avg[0], torch.ones(1, 4))
 
 

@@ -26,6 +26,7 @@ from adammcmc import (
     PerExampleLossRequired,
     Sampler,
     StochasticClosure,
+    Target,
     TensorExamples,
     UniformBox,
     kernels,
@@ -645,6 +646,11 @@ def test_weights_written_by_others_void_the_caches() -> None:
         (lambda m: adam_mcmc(m, num_data=64.0), ValueError, "`num_data` must be the number"),
         (lambda m: adam_mcmc(m).load_state_dict(m.state_dict()), ValueError, "neither a state of"),
         (
+            lambda m: AdamMCMC([*list(m.parameters())[::-1]], num_data=1, sigma=1.0, prior=Gaussian.fan_in(m)),
+            ValueError,
+            "another order",
+        ),
+        (
             lambda m: AdamMCMC([m[0].bias, m[0].weight, *m[2].parameters()], num_data=1, sigma=1.0, prior=Gaussian.fan_in(m)),
             ValueError,
             "another order",
@@ -776,6 +782,107 @@ def test_mala_takes_its_step_size_by_group() -> None:
         sampler.step(closure(model))
 
 
+def test_full_data_that_are_not_finite_freeze_the_chain() -> None:
+    """The batch is clean, one example of the data is not: this must be said, not rejected for ever."""
+    model = network(torch.float64)
+    data = X.double().clone()
+    data[5] = math.nan
+    examples = TensorExamples(lambda x, y: F.cross_entropy(model(x), y, reduction="none"), data, Y)
+    for early in (False, True):
+        sampler = mala(model, acceptance=FullData(early_rejection=early), examples=examples)
+        sampler.step(closure(model, slice(10, 20)))
+        with pytest.raises(NonFiniteLoss):
+            sampler.step(closure(model, slice(10, 20)))
+
+
+def test_a_repaired_chain_goes_on_from_what_is_there() -> None:
+    """After a freeze no cache of the bad step is left, with full data and with fixed data."""
+    for options in ({"fixed_data": True}, {}):
+        model = network(torch.float64)
+        sampler = mala(model, **options, **full_data(model))
+        sampler.step(closure(model))
+        sampler._here = sampler._carry = None
+        sampler.step(lambda: closure(model)() * math.inf)  # noqa: B023
+        sampler.unfreeze()
+        sampler.step(closure(model))
+        sampler.check()
+        assert float(sampler.info.loss) == pytest.approx(closure(model)().item(), abs=0.2)
+
+
+def test_what_is_set_on_the_way_voids_the_caches() -> None:
+    model = network(torch.float64)
+    sampler = mala(model, fixed_data=True)
+    for _ in range(3):
+        sampler.step(closure(model))
+    sampler.target = Target(64, 0.001, Gaussian())
+    sampler.step(closure(model))
+    assert abs(float(sampler.info.log_ratio)) < 5
+    before = closure(model)().item()
+    model[0].weight.data.mul_(3)
+    sampler.step(closure(model))
+    assert float(sampler.info.loss) != pytest.approx(before)
+
+
+def test_a_parameter_shared_gradient_accumulates_right() -> None:
+    """autograd hands the same tensor to both summands of b1 + b2."""
+    b1, b2 = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    sampler = AdamMCMC([b1, b2], num_data=4, sigma=1e-3, acceptance=AlwaysAccept(), generator=seeded())
+    targets = torch.arange(12.0).reshape(4, 3)
+    sampler.step([lambda rows=rows: ((b1 + b2) - targets[rows]).square().mean() for rows in (slice(0, 2), slice(2, 4))])  # type: ignore[misc]
+    expected = -2 * targets.mean(0) / 3
+    torch.testing.assert_close(sampler.state[b1]["exp_avg"], 0.01 * expected)
+    torch.testing.assert_close(sampler.state[b2]["exp_avg"], 0.01 * expected)
+
+
+def test_a_loss_in_a_static_buffer_is_read_before_it_is_overwritten() -> None:
+    p, buffer = nn.Parameter(torch.zeros(2)), torch.zeros(())
+    sampler = AdamMCMC([p], lr=0.1, num_data=10_000, sigma=1.0, generator=seeded(), sigma_along=1.0)
+
+    def loss() -> torch.Tensor:
+        value = (p - 3).square().sum()
+        sampler.zero_grad()
+        if torch.is_grad_enabled():
+            value.backward()
+        buffer.copy_(value.detach())
+        return buffer.detach()
+
+    sampler.step(loss)
+    assert float(sampler.info.loss) == 18
+    assert float(sampler.info.proposed_loss) != 18
+
+
+def test_outside_a_bounded_prior_the_loss_is_not_evaluated() -> None:
+    scale = nn.Parameter(torch.tensor([0.2]))
+    options = {"num_data": 4, "prior": UniformBox(0.1, 5.0), "generator": seeded()}
+    for sampler in (
+        AdamMCMC([scale], lr=0.01, sigma=0.3, sigma_along=1.0, **options),
+        MALA([scale], 0.02, fixed_data=True, **options),
+        AdamMCMC([scale], lr=0.01, sigma=0.3, acceptance=AlwaysAccept(), **options),
+    ):
+        for _ in range(50):  # torch's own check of the scale would raise
+            sampler.step(lambda: -torch.distributions.Normal(0.0, scale).log_prob(torch.ones(1)).mean())
+        assert 0.1 <= float(scale.detach()) <= 5
+
+
+def test_early_rejection_reports_the_decision() -> None:
+    model = network(torch.float64)
+    sampler = mala(model, step_size=2e-2, **full_data(model, chunk_size=4, early_rejection=True))
+    accepted = 0
+    for _ in range(40):
+        sampler.step(closure(model))
+        accepted += int(sampler.info.is_accepted)
+    assert float(sampler.mean_acceptance_rate) == pytest.approx(accepted / 40)
+
+
+def test_the_user_s_grad_survives_an_error() -> None:
+    model = network()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ZeroDivisionError):
+        adam_mcmc(model).step(lambda: 1 / 0)
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_an_error_at_the_proposal_restores_the_weights() -> None:
     model = network()
     sampler = adam_mcmc(model)
@@ -819,15 +926,17 @@ def test_a_nan_loss_freezes_the_chain_and_names_the_step(door: str) -> None:
     for _ in range(3):
         sampler.step(closure(model))
     before, state = weights(model), copy.deepcopy(sampler.state_dict()["state"])
-    sampler.step(lambda: closure(model)() * math.nan)
-    assert same(before, weights(model))
-    with pytest.raises(NonFiniteLoss, match="at step 3"):
-        sampler.step(closure(model))
-    after = sampler.state_dict()["state"]
-    for index in state:
-        for key in set(state[index]) - {"step"}:
-            assert torch.equal(state[index][key], after[index][key]), "moments stay clean"
-    sampler.unfreeze()
+    for bad in (math.nan, math.inf):
+        sampler.step(lambda: closure(model)() * bad)  # noqa: B023
+        assert same(before, weights(model))
+        with pytest.raises(NonFiniteLoss, match=r"at step \d"):
+            sampler.step(closure(model))
+        after = sampler.state_dict()["state"]
+        for index in state:
+            for key in state[index]:
+                assert torch.equal(torch.as_tensor(state[index][key]), torch.as_tensor(after[index][key])), "moments stay clean"
+        sampler.unfreeze()
+    DOORS[door](model).step(lambda: closure(model)() * math.nan)  # at the very first step, too
     sampler.step(closure(model))
 
 

@@ -18,7 +18,7 @@ __all__ = ["Closure", "ClosurePotential"]
 Closure = Callable[[], Tensor | float]
 """Returns the mean loss of a batch, shape (), or the losses of its examples, shape (batch,), at the model's weights.
 
-It may call `backward` itself (after `zero_grad`), as closures for LBFGS do; it then pays a backward at each evaluation.
+It may call `backward` itself (after `zero_grad`), of the mean, as closures for LBFGS do; it then pays a backward each time.
 """
 
 
@@ -48,6 +48,7 @@ class ClosurePotential:
         self.scale = target.scale
         self.inverse_temperature = target.inverse_temperature
         self.fixed = fixed
+        self.is_bounded = target.prior is not None and target.prior.is_bounded
         self._must_check = must_check
         self._num_data = target.num_data
         self._returned: list[Tensor] = []
@@ -76,7 +77,7 @@ class ClosurePotential:
 
     def _check_fixed(self, losses: Tensor) -> None:
         """`fixed_data` is a promise. What can be seen of it is seen here, once, at the price of one more forward."""
-        if losses.dim() == 1 and len(losses) != self._num_data:
+        if losses.dim() > 0 and len(losses) != self._num_data:
             raise ValueError(
                 f"fixed_data=True says that each closure sees all data, but it returned {len(losses)} losses and `num_data` is "
                 f"{self._num_data}."
@@ -135,16 +136,31 @@ class ClosurePotential:
     def _losses(self) -> Tensor:
         """Losses of all micro-batches, without gradient (a closure that calls backward gets its way, and `grad` its value)."""
         saved = [p.grad for p in self._live]
-        with torch.set_grad_enabled(bool(self._calls_backward)):
-            losses = [self._called(closure) for closure in self._closures]
-        for p, g in zip(self._live, saved, strict=True):
-            p.grad = g
-        return _joined([x.detach() for x in losses])
+        try:
+            with torch.set_grad_enabled(bool(self._calls_backward)):
+                # copied at once: a closure may return a buffer that it writes to again
+                return _joined([self._called(closure).detach().clone() for closure in self._closures])
+        finally:
+            self._restore(saved)
 
     def _differentiate(self) -> tuple[Tensor, list[Tensor]]:
         """The losses of all micro-batches, and the gradient of their mean."""
         first_call = self._calls_backward is None
         saved = [p.grad for p in self._live]
+        try:
+            losses, grads = self._call_and_differentiate()
+        except BaseException:
+            self._restore(saved)
+            raise
+        if not (self._calls_backward and first_call):  # p.grad stays what the user's own first backward left there
+            self._restore(saved)
+        return losses, grads
+
+    def _restore(self, grads: Sequence[Tensor | None]) -> None:
+        for p, g in zip(self._live, grads, strict=True):
+            p.grad = g
+
+    def _call_and_differentiate(self) -> tuple[Tensor, list[Tensor]]:
         for p in self._live:
             p.grad = None  # so that a closure that calls backward is seen, and starts from zero
         losses: list[Tensor] = []
@@ -155,7 +171,7 @@ class ClosurePotential:
                 called = any(p.grad is not None for p in self._live)
                 if not called:
                     sums = self._add_grad(loss.mean() if len(self._closures) == 1 else loss.sum(), sums)
-            losses.append(loss.detach())
+            losses.append(loss.detach().clone())
             self._calls_backward = called
         if self._calls_backward:
             if len(self._closures) > 1:
@@ -167,10 +183,7 @@ class ClosurePotential:
             grads = sums
             if len(self._closures) > 1:
                 count = sum(x.numel() for x in losses)
-                grads = [g.div_(count) for g in grads]
-        if not (self._calls_backward and first_call):  # p.grad stays what the user's own first backward left there
-            for p, g in zip(self._live, saved, strict=True):
-                p.grad = g
+                grads = [g / count for g in grads]  # never in place: autograd may return one tensor for two parameters
         return _joined(losses), grads
 
     def _add_grad(self, loss: Tensor, sums: list[Tensor] | None) -> list[Tensor]:
@@ -184,7 +197,7 @@ class ClosurePotential:
         grads = torch.autograd.grad(loss, list(self._live), allow_unused=True, materialize_grads=True)
         self._packing.last_grads = grads
         self._check(grads)
-        return list(grads) if sums is None else [s.add_(g) for s, g in zip(sums, grads, strict=True)]
+        return list(grads) if sums is None else [s + g for s, g in zip(sums, grads, strict=True)]
 
     def _check(self, grads: Sequence[Tensor]) -> None:
         for i, g in enumerate(grads):
@@ -218,4 +231,4 @@ def _joined(losses: list[Tensor]) -> Tensor:
         return losses[0]
     if len({x.dim() for x in losses}) > 1:
         raise ValueError("the closures of one step must all return means, or all return losses of single examples.")
-    return torch.cat([x.reshape(-1) for x in losses])
+    return torch.stack(losses).mean() if losses[0].dim() == 0 else torch.cat(losses)

@@ -53,8 +53,8 @@ class Adam:
     eps: PerLeaf[float] = 1e-8
 
     def init(self, params: Leaves) -> AdamMemory:
-        zeros = tuple(torch.zeros_like(p) for p in params)
-        return AdamMemory(zeros, zeros, (0,) * len(params))
+        first, second = (tuple(torch.zeros_like(p) for p in params) for _ in range(2))
+        return AdamMemory(first, second, (0,) * len(params))
 
     def __call__(self, grad: Leaves, memory: AdamMemory, params: Leaves) -> tuple[Leaves, AdamMemory]:
         n = len(params)
@@ -72,6 +72,8 @@ class Adam:
 
     def keep(self, mask: Tensor, new: AdamMemory, old: AdamMemory) -> AdamMemory:
         # the count goes on for all chains: bias correction is long over when a chain freezes, and it has no chain axis
+        if mask.device.type == "cpu" and not bool(mask.any()):
+            return old
         kept = select(mask, new.exp_avg + new.exp_avg_sq, old.exp_avg + old.exp_avg_sq)
         return AdamMemory(kept[: len(new.step)], kept[len(new.step) :], new.step)
 

@@ -22,7 +22,7 @@ from adammcmc.kernel import ChainState, Info
 from adammcmc.kernels import AdamMCMCKernel
 from adammcmc.leaves import Leaves, blocks, spread
 from adammcmc.proposal import Move, draw_along
-from adammcmc.target import Potential
+from adammcmc.target import Evaluation, Potential
 
 __all__ = ["InPlaceAdamMCMC", "Workspace"]
 
@@ -56,7 +56,8 @@ class Workspace:
     @contextmanager
     def draw_ahead(self, generator: torch.Generator) -> Iterator[None]:
         """Draw the noise of this step on another core, if one is free. Nobody else may touch the generator meanwhile."""
-        if self._is_large and _num_cores() > torch.get_num_threads():
+        is_shared = generator is torch.default_generator  # by whatever the user's loss draws
+        if self._is_large and not is_shared and _num_cores() > torch.get_num_threads():
             self._drawing = _helper().submit(self._draw, generator)
         try:
             yield
@@ -103,18 +104,18 @@ class InPlaceAdamMCMC(AdamMCMCKernel):
         with self.workspace.draw_ahead(generator):
             return super().step(state, potential, generator)
 
-    def propose(self, params: Leaves, grad: Leaves, memory: Any, generator: torch.Generator) -> tuple[Move, Any]:
-        adam, work = self.direction, self.workspace
+    def propose(self, params: Leaves, here: Evaluation, memory: Any, generator: torch.Generator) -> tuple[Move, Any]:
+        adam, work, grad = self.direction, self.workspace, here.grad
         if work is None or not work.is_usable or not isinstance(adam, Adam):
-            return super().propose(params, grad, memory, generator)
-        if not all(math.isfinite(g.sum()) for g in grad):  # a NaN must not reach the moments
-            work.wait()
-            return super().propose(params, grad, memory, generator)
+            return super().propose(params, here, memory, generator)
+        assert grad is not None
+        along, noise = work.noise(generator)
+        if not all(math.isfinite(x.sum()) for x in (*grad, here.losses, here.log_prior)):
+            return super().propose(params, here, memory, generator)  # the chain will freeze: its moments must stay clean
         n = len(params)
         sigmas = spread(self.proposal.sigma, n)
         options = zip(spread(adam.lr, n), spread(adam.betas, n), spread(adam.eps, n), strict=True)
         proposed = work.memory[1]
-        along, noise = work.noise(generator)
         step = tuple(k + 1 for k in memory.step)
         squares, crosses = [], []
         for *leaves, k, sigma, (lr, (beta1, beta2), eps) in zip(

@@ -129,14 +129,17 @@ def settle(
     leaves, structure = flatten(state.params)
     was_frozen = state.frozen_at >= 0
     is_healthy_now = is_finite(functools.reduce(torch.add, move.squares, _level(here)))
-    healthy = is_healthy_now & ~was_frozen
-    comparison = Comparison(potential, leaves, move.proposed, here, there, log_q_ratio)
+    comparison = Comparison(potential, leaves, move.proposed, here, there, log_q_ratio, is_healthy_now & ~was_frozen)
     verdict, carry = acceptance(comparison, state.carry, generator)
-    is_accepted = verdict.is_accepted & healthy
-    cache = None
-    if potential.fixed:
+    if verdict.is_current_finite is not None:
+        is_healthy_now = is_healthy_now & verdict.is_current_finite
+    healthy = is_healthy_now & ~was_frozen
+    is_accepted, is_known_finite = verdict.is_accepted & healthy, verdict.is_finite
+    cache = here if potential.fixed else None
+    if potential.fixed and (there.value is not None or is_accepted.device.type != "cpu" or bool(is_accepted.any())):
         new = there()
-        is_accepted = is_accepted & is_finite(_level(new))  # a test that never looks must not leave the support
+        is_known_finite = is_known_finite & is_finite(_level(new))
+        is_accepted = is_accepted & is_known_finite  # a test that never looks must not leave the support
         assert new.grad is not None
         assert here.grad is not None
         grad = select(is_accepted, new.grad, here.grad)
@@ -155,9 +158,9 @@ def settle(
         proposed_loss=_unknown(healthy) if there.value is None else _mean_loss(there.value),
         log_q_ratio=_unknown(healthy) if log_q_ratio.value is None else log_q_ratio.value,
         log_ratio=verdict.log_ratio,
-        acceptance_rate=verdict.acceptance_rate * healthy,
+        acceptance_rate=verdict.acceptance_rate * (healthy & is_known_finite),
         is_accepted=is_accepted,
-        is_finite=verdict.is_finite,
+        is_finite=is_known_finite,
         num_examples=verdict.num_examples,
     )
     return new_state, info

@@ -18,7 +18,7 @@ from adammcmc.direction import Adam, Direction, Gradient, OptimizerStep
 from adammcmc.kernel import ChainState, Info, Once, settle, start
 from adammcmc.leaves import Leaves, PerLeaf, flatten, spread
 from adammcmc.proposal import Langevin, Move, Prolate
-from adammcmc.target import Potential
+from adammcmc.target import Evaluation, Potential
 
 __all__ = ["AdamMCMCKernel", "MALAKernel", "adam_mcmc", "mala", "optimizer_mcmc"]
 
@@ -38,16 +38,16 @@ class AdamMCMCKernel:
     def init(self, params: Any, potential: Potential) -> ChainState:
         return start(params, potential, self.direction)
 
-    def propose(self, params: Leaves, grad: Leaves, memory: Any, generator: torch.Generator) -> tuple[Move, Any]:
+    def propose(self, params: Leaves, here: Evaluation, memory: Any, generator: torch.Generator) -> tuple[Move, Any]:
         """m <- ..., u(m), tau ~ N(theta - u, Sigma(u)): the first half of Algorithm 1."""
-        update, memory = self.direction(grad, memory, params)
+        assert here.grad is not None
+        update, memory = self.direction(here.grad, memory, params)
         return self.proposal.propose(params, update, generator), memory
 
     def step(self, state: ChainState, potential: Potential, generator: torch.Generator) -> tuple[ChainState, Info]:
         params, _ = flatten(state.params)
         here = state.here or potential.evaluate(params, with_grad=True)
-        assert here.grad is not None
-        move, memory = self.propose(params, here.grad, state.memory, generator)
+        move, memory = self.propose(params, here, state.memory, generator)
         there = Once(lambda: potential.evaluate(move.proposed, with_grad=potential.fixed))
         log_q_ratio = Once(lambda: self.proposal.log_q_ratio(move))
         return settle(  # the Metropolis-Hastings correction, the second half of Algorithm 1
@@ -218,7 +218,8 @@ def mala(
     Args:
         step_size: h.
         sigma: None is sqrt(2 h), the value of Langevin dynamics. (The paper's gamma, sigma with sigma^2 = 2 gamma / lambda.)
-        sigma_along: noise along the step in units of the step; the paper's sigma_nabla is step_size * sigma_along.
+        sigma_along: noise along the step in units of the step. (The paper's sigma_nabla multiplies grad L_n, so that it is
+            step_size * lambda * sigma_along with the lambda of the paper.)
         preconditioner: diagonal A, positive, in the structure of the parameters (without a chain axis). It must not depend on
             the chain's position: learn it before, then leave it.
         acceptance: the test; `Minibatch()` by default.

@@ -53,7 +53,8 @@ class AdamMCMC(Sampler):
         examples: the data set as losses of single examples, for tests that need them (`FullData`).
         fixed_data: the closure's loss is the same function of the weights at every step (full batch). Then the gradient found
             at an accepted proposal serves the next step, and a step costs one forward and backward.
-        generator: the source of all randomness; by default a new one, seeded from torch's global seed.
+        generator: the source of all randomness; by default a new one, seeded from torch's global seed. The closure must not
+            draw from it.
     """
 
     _own_caches = ("_bound", "_workspace", "_steps")
@@ -96,7 +97,7 @@ class AdamMCMC(Sampler):
             self._options("betas"),
             self._options("eps"),
             sigma=self._sigmas(),
-            sigma_along=self.param_groups[0]["sigma_along"],
+            sigma_along=self._sigma_along(),
             acceptance=self.acceptance,
         )
         return InPlaceAdamMCMC(kernel.direction, kernel.proposal, kernel.acceptance, kernel.name, self._work(packing))
@@ -115,7 +116,7 @@ class AdamMCMC(Sampler):
                 return memory
         exp_avg, exp_avg_sq = packing.new(), packing.new()
         views = packing.views(exp_avg)
-        self._steps = torch.tensor([float(s.get("step", 0.0)) for s in states])
+        self._steps = torch.tensor([float(s.get("step", 0.0)) for s in states], device="cpu")
         for s, m1, m2, step in zip(states, views, packing.views(exp_avg_sq), self._steps.unbind(), strict=True):
             if s:
                 m1.copy_(s["exp_avg"])
@@ -131,8 +132,9 @@ class AdamMCMC(Sampler):
         for old, new in ((own.exp_avg, memory.exp_avg), (own.exp_avg_sq, memory.exp_avg_sq)):
             if not same(old, new):
                 torch._foreach_copy_(old, new)
-        self._bound = packing, views, own._replace(step=memory.step)
-        self._steps += 1
+        if memory.step != own.step:
+            self._bound = packing, views, own._replace(step=memory.step)
+            self._steps += 1
 
     def _load_foreign(self, state_dict: dict[str, Any]) -> None:
         """The moments and counts of a torch.optim.Adam; the hyper-parameters stay the sampler's own."""
@@ -174,7 +176,8 @@ class MALA(Sampler):
         num_data: the number of training examples n.
         prior: required, and proper: an exact chain on an improper posterior has nothing to converge to.
         sigma: None is sqrt(2 h).
-        sigma_along: noise along the step in units of the step (the paper's sigma_nabla is h * sigma_along).
+        sigma_along: noise along the step in units of the step. (The paper's sigma_nabla multiplies grad L_n: it is
+            h * lambda * sigma_along with the lambda of the paper.)
         preconditioner: diagonal A, one positive tensor for each trainable parameter; fixed while sampling.
         inverse_temperature: as in `AdamMCMC`.
         acceptance: as in `AdamMCMC`.
@@ -238,7 +241,7 @@ class MALA(Sampler):
         return kernels.mala(
             [float(lr) for lr in self._options("lr")],
             sigma=self._sigmas(),
-            sigma_along=self.param_groups[0]["sigma_along"],
+            sigma_along=self._sigma_along(),
             preconditioner=self._preconditioner(packing),
             acceptance=self.acceptance,
         )
@@ -323,13 +326,13 @@ class OptimizerMCMC(Sampler):
         return kernels.optimizer_mcmc(
             make,
             sigma=self._sigmas(),
-            sigma_along=self.param_groups[0]["sigma_along"],
+            sigma_along=self._sigma_along(),
             acceptance=self.acceptance,
         )
 
     def _gather(self, packing: Packing) -> dict[int, Any] | None:
         return {i: self.state[p] for i, p in enumerate(packing.params) if self.state[p]} or None
 
-    def _scatter(self, packing: Packing, memory: dict[int, Any]) -> None:
+    def _scatter(self, packing: Packing, memory: dict[int, Any] | None) -> None:
         for i, p in enumerate(packing.params):
-            self.state[p] = memory.get(i, {})
+            self.state[p] = (memory or {}).get(i, {})

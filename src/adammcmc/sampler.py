@@ -24,6 +24,7 @@ from adammcmc.closure import Closure, ClosurePotential
 from adammcmc.data import Examples
 from adammcmc.errors import NonFiniteLoss
 from adammcmc.kernel import ChainState, Info
+from adammcmc.leaves import Leaves
 from adammcmc.packing import Packing
 from adammcmc.target import Prior, Target
 
@@ -68,6 +69,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         self._here: Any = None
         self._carry: Any = None
         self._fingerprint: tuple[Any, ...] = ()
+        self._left: Leaves | None = None
         self._checked_sigmas: tuple[float, ...] = ()
         super().__init__(params, defaults)
         if examples is not None and len(examples) != target.num_data:
@@ -129,7 +131,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         if self.num_steps == 0:
             _logger.info(self.describe())
 
-        if _fingerprint(packing.params) != self._fingerprint:  # someone else wrote the weights: what was known is void
+        if not self._is_as_left(packing):  # someone else wrote the weights, or changed the target: what was known is void
             self._here = self._carry = None
         current = packing.pack([p.detach() for p in packing.params], packing.memory[0])
         potential = ClosurePotential(
@@ -153,7 +155,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         self._scatter(packing, state.memory)
         self._here, self._carry, self._frozen_at = state.here, state.carry, state.frozen_at
         self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
-        self._fingerprint = _fingerprint(packing.params)
+        self._left = state.params
+        self._fingerprint = self._now(packing)
         self.num_steps += 1
         self._info = info
         self._sum_acceptance += info.acceptance_rate[0]
@@ -182,6 +185,7 @@ class Sampler(torch.optim.Optimizer, ABC):
 
     def unfreeze(self) -> None:
         """Let a chain that froze on a non-finite loss go on from where it stands."""
+        self._here = self._carry = None
         self._frozen_at.fill_(-1)
         self._frozen_at_host.fill_(-1)
 
@@ -215,7 +219,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         if len(set(map(id, tensors))) < len(tensors):
             raise ValueError("a parameter is listed twice: it would be two coordinates of the chain.")
         super().add_param_group({**param_group, "params": listed})
-        self._here = self._carry = self._packing = None
+        self._here = self._carry = self._left = self._packing = None
         group = self.param_groups[-1]
         for key in set(group) & {"lr", "eps", "sigma", "sigma_along"}:
             if isinstance(group[key], numbers.Real):
@@ -223,8 +227,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         try:
             if any(p.is_complex() for p in group["params"]):
                 raise ValueError("complex parameters cannot be sampled. Use torch.view_as_real and real parameters.")
-            if group["sigma_along"] != self.param_groups[0]["sigma_along"]:
-                raise ValueError("`sigma_along` must be the same in all groups: there is one z for all parameters.")
+            self._sigma_along()
         except ValueError:
             del self.param_groups[-1]
             raise
@@ -257,12 +260,12 @@ class Sampler(torch.optim.Optimizer, ABC):
         self.generator.set_state(own["generator"].cpu())
         self.num_steps = own["num_steps"]
         self._sum_acceptance.copy_(own["sum_acceptance"])
-        self._frozen_at = own["frozen_at"].to(self.device)
+        self._frozen_at = own["frozen_at"].to(self.device, copy=True)
         self._frozen_at_host.copy_(self._frozen_at)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: all but caches, and the wrapper that a scheduler puts around `step`."""
-        caches = ("_packing", "_info", "_here", "_carry", "_fingerprint", "_frozen_at_host", "step", *self._own_caches)
+        caches = ("_packing", "_info", "_here", "_carry", "_left", "_fingerprint", "_frozen_at_host", "step", *self._own_caches)
         kept = {key: value for key, value in self.__dict__.items() if key not in caches and "hooks" not in key}
         return {**kept, "generator": (str(self.device), self.generator.get_state())}
 
@@ -274,7 +277,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         generator = torch.Generator(device)
         generator.set_state(numbers_to_come)
         super().__setstate__({**state, "generator": generator})
-        self._packing = self._info = self._here = self._carry = None
+        self._packing = self._info = self._here = self._carry = self._left = None
         self._fingerprint = ()
         self._frozen_at_host = _host_copy(self._frozen_at)
         for cache in self._own_caches:
@@ -285,7 +288,7 @@ class Sampler(torch.optim.Optimizer, ABC):
 
     def _load_torch(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({key: value for key, value in state_dict.items() if key != _OWN_KEY})
-        self._here = self._carry = self._packing = None
+        self._here = self._carry = self._left = self._packing = None
         self._checked_sigmas = ()
         for state in self.state.values():
             if isinstance(state.get("step"), Tensor):
@@ -310,13 +313,32 @@ class Sampler(torch.optim.Optimizer, ABC):
             owners = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
             self._packing = Packing(params, [self._label(p, owners[p]) for p in params])
             self._groups = [owners[params[members[0]]] for members in self._packing.members]
-            self._here = self._carry = None
+            self._here = self._carry = self._left = None
             self._checked_sigmas = ()
         return self._packing
+
+    def _now(self, packing: Packing) -> tuple[Any, ...]:
+        """Changes when somebody writes to the weights (by way of autograd), or sets another target."""
+        return self.target, self.acceptance, self.fixed_data, *((p.data_ptr(), p._version) for p in packing.params)
+
+    def _is_as_left(self, packing: Packing) -> bool:
+        """Whether weights and target are those that the last step left."""
+        if self._left is None or self._now(packing) != self._fingerprint:
+            return False
+        if self.device.type != "cpu" or (self._here is None and self._carry is None):
+            return True
+        # writes to p.data leave no trace but the values, at which looking is free on the CPU
+        return all(torch.equal(p.detach(), left) for p, left in zip(packing.params, packing.views(self._left), strict=True))
 
     def _options(self, key: str) -> list[Any]:
         """A hyper-parameter of each leaf."""
         return [self.param_groups[i][key] for i in self._groups]
+
+    def _sigma_along(self) -> float:
+        values = {float(group["sigma_along"]) for group in self.param_groups}
+        if len(values) > 1:
+            raise ValueError("`sigma_along` must be the same in all groups: there is one z for all parameters.")
+        return values.pop()
 
     def _sigmas(self) -> list[float]:
         return [float(s) for s in self._options("sigma")]
@@ -369,9 +391,4 @@ def _check_types(target: Target, acceptance: Test, examples: Examples | None, ge
 
 def _host_copy(flag: Tensor) -> Tensor:
     """Where the flag can be read without waiting for the device."""
-    return torch.full(flag.shape, -1, dtype=flag.dtype, pin_memory=flag.is_cuda).copy_(flag)
-
-
-def _fingerprint(params: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-    """Changes when somebody writes to the weights."""
-    return tuple((p.data_ptr(), p._version) for p in params)
+    return torch.full(flag.shape, -1, dtype=flag.dtype, device="cpu", pin_memory=flag.is_cuda).copy_(flag)

@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,8 @@ class Potential(Protocol):
     inverse_temperature: float
     fixed: bool
     """Whether every evaluation uses the same data, so that a value found at one step is valid at the next."""
+    is_bounded: bool
+    """Whether the prior is zero somewhere, so that it is worth asking before the loss is evaluated."""
 
     def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
         """The losses, the log prior and (if asked for) the gradient of V at `params`."""
@@ -97,6 +99,7 @@ class Density:
     scale = 1.0
     inverse_temperature = 1.0
     fixed = True
+    is_bounded = False  # of the prior: a density tells by itself
     num_examples = None
 
     def __init__(self, log_density: Callable[[Any], Tensor], like: Any = None) -> None:
@@ -117,10 +120,13 @@ class Density:
                 )
             grad = None
             if with_grad:
-                if not value.requires_grad:
-                    raise ValueError("log_density does not depend on the parameters by autograd: compute it with torch.")
                 # grad of -log p outside the support may be NaN there; such a point is never accepted, so never used
-                grad = torch.autograd.grad(-value.sum(), leaves, materialize_grads=True)
+                flat = not value.requires_grad  # a constant, such as a uniform density
+                grad = (
+                    tuple(torch.zeros_like(x) for x in params)
+                    if flat
+                    else torch.autograd.grad(-value.sum(), leaves, materialize_grads=True)
+                )
         return Evaluation(-value.detach(), self.log_prior(params), grad)
 
     def log_prior(self, params: Leaves) -> Tensor:
@@ -145,6 +151,9 @@ class Prior(ABC):
         ...         return -sum(p.abs().sum(dtype=torch.float64) for p in params)
     """
 
+    is_bounded: ClassVar[bool] = False
+    """True for a prior that is zero outside a region: the loss is then not evaluated there (on the CPU)."""
+
     @abstractmethod
     def log_density(self, params: Sequence[Tensor]) -> Tensor:
         """log prior up to a constant, a scalar (float64 is best), -inf outside the support.
@@ -157,6 +166,8 @@ class Prior(ABC):
         with torch.enable_grad():
             leaves = [p.detach().requires_grad_() for p in params]
             value = self.log_density(leaves)
+            if not value.requires_grad:
+                return None
             return torch.autograd.grad(value, leaves, materialize_grads=True)
 
     def check(self, params: Sequence[Tensor]) -> None:  # noqa: B027  (a prior without demands on shapes needs none)
@@ -174,8 +185,8 @@ class Gaussian(Prior):
     """
 
     scale: float | tuple[float, ...] = 1.0
-    shapes: tuple[torch.Size, ...] | None = None
-    """Of the tensors that the scales belong to, where they were made for a model."""
+    made_for: tuple[tuple[int, torch.Size], ...] | None = None
+    """Identity and shape of the tensors that the scales belong to, where they were made for a model."""
 
     def __post_init__(self) -> None:
         many = isinstance(self.scale, tuple | list)
@@ -203,7 +214,7 @@ class Gaussian(Prior):
             chosen.append(scales[max(matches, key=len)])
         if unused := set(scales) - used - {""}:
             raise ValueError(f"`scales` names no trainable parameter with {sorted(unused)}.")
-        return cls(tuple(chosen), tuple(p.shape for _, p in _trainable(model)))
+        return cls(tuple(chosen), tuple((id(p), p.shape) for _, p in _trainable(model)))
 
     @classmethod
     def fan_in(cls, model: nn.Module, gain: float = 1.0, bias_scale: float = 1.0) -> Gaussian:
@@ -214,7 +225,7 @@ class Gaussian(Prior):
             (1.0, 1.0)
         """
         scales = tuple(gain / math.sqrt(p[0].numel()) if p.dim() > 1 else bias_scale for _, p in _trainable(model))
-        return cls(scales, tuple(p.shape for _, p in _trainable(model)))
+        return cls(scales, tuple((id(p), p.shape) for _, p in _trainable(model)))
 
     def _scales(self, num_tensors: int) -> tuple[float, ...]:
         return self.scale if isinstance(self.scale, tuple) else (self.scale,) * num_tensors
@@ -222,7 +233,11 @@ class Gaussian(Prior):
     def check(self, params: Sequence[Tensor]) -> None:
         if len(scales := self._scales(len(params))) != len(params):
             raise ValueError(f"the Gaussian prior has {len(scales)} scales for {len(params)} trainable tensors.")
-        if self.shapes is not None and self.shapes != tuple(p.shape for p in params):
+        if self.made_for is None:
+            return
+        identities, shapes = zip(*self.made_for, strict=True)
+        is_reordered = set(identities) == {id(p) for p in params} and identities != tuple(id(p) for p in params)
+        if is_reordered or shapes != tuple(p.shape for p in params):
             raise ValueError(
                 "the Gaussian prior was made for the trainable tensors of a model in the model's order; the sampler has "
                 "others, or another order. Give the scales as a tuple in the order of the sampler's groups."
@@ -248,6 +263,7 @@ class UniformBox(Prior):
 
     low: float
     high: float
+    is_bounded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.low < self.high:
@@ -269,6 +285,7 @@ class UniformBall(Prior):
     """Uniform on |theta| <= radius, the norm taken over all weights together: a bounded Omega of the paper."""
 
     radius: float
+    is_bounded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.radius > 0:

@@ -28,6 +28,8 @@ class Comparison:
     """This step's batch at the proposed point."""
     log_q_ratio: Callable[[], Tensor]
     """log q(theta|tau) - log q(tau|theta), (chains,), float64."""
+    may_move: Tensor
+    """(chains,): False for a chain that is frozen; no test may accept it."""
 
     @property
     def num_chains(self) -> int:
@@ -47,7 +49,14 @@ class Comparison:
         return self.potential.log_prior(self.proposed) - self.here.log_prior
 
     def batch_log_ratio(self) -> Tensor:
-        """Y = U(theta) - U(tau) + log_q_ratio with U estimated on this step's batch, (chains,), float64."""
+        """Y = U(theta) - U(tau) + log_q_ratio with U estimated on this step's batch, (chains,), float64.
+
+        Outside a bounded prior's support the loss is not asked for, where looking costs nothing (on the CPU).
+        """
+        if self.potential.is_bounded and self.device.type == "cpu":
+            difference = self.log_prior_difference()
+            if bool((difference == -torch.inf).all()):
+                return difference
         return self.log_q_ratio() - self.potential.compare(self.here, self.there())
 
     def current_losses(self, indices: slice | Tensor) -> Tensor:
@@ -71,6 +80,9 @@ class Verdict(NamedTuple):
     """Whether U was finite at the proposed point, as far as the test looked."""
     num_examples: Tensor
     """How many examples of the data the decision looked at; NaN where that is not known."""
+    is_current_finite: Tensor | None = None
+    """Whether the losses that the test looked at were finite at the current point; None if it looked at no others than the
+    step's own. A chain whose current loss is not finite freezes."""
 
 
 class Test(Protocol):

@@ -28,7 +28,8 @@ class Minibatch:
     def __call__(self, comparison: Comparison, carry: None, generator: torch.Generator) -> tuple[Verdict, None]:
         log_uniform = _log_uniform(comparison, generator)
         size = comparison.batch_size
-        return _metropolis(comparison.batch_log_ratio(), log_uniform, float("nan") if size is None else size), None
+        num_examples = float("nan") if size is None else size
+        return _metropolis(comparison, comparison.batch_log_ratio(), log_uniform, num_examples), None
 
     def approximation(self, *, fixed_data: bool) -> str | None:
         return None if fixed_data else "the ratio is estimated on a minibatch, which heats the target"
@@ -70,7 +71,8 @@ class FullData:
                     "FullData() needs the losses of all examples. Pass `examples=TensorExamples(loss, inputs, targets)` "
                     "to the sampler, with a loss that returns one number for each example."
                 )
-            return _metropolis(comparison.batch_log_ratio(), log_uniform, float("nan")), None  # the batch is all data
+            # the batch is all data
+            return _metropolis(comparison, comparison.batch_log_ratio(), log_uniform, float("nan")), None
 
         chunks = [slice(i, min(i + self.chunk_size, n)) for i in range(0, n, self.chunk_size)]
         # the proposal's own evaluations come first: they may need the batch, and put the proposed weights in place
@@ -80,7 +82,8 @@ class FullData:
             return self._decide_early(comparison, _not_negative(current), chunks, fixed_part, log_uniform)
         proposed = torch.cat([comparison.proposed_losses(c) for c in chunks], 1)
         log_ratio = fixed_part - potential.inverse_temperature * (proposed - current).sum(1)
-        verdict = _metropolis(log_ratio, log_uniform, n)
+        verdict = _metropolis(comparison, log_ratio, log_uniform, n)
+        verdict = verdict._replace(is_current_finite=is_finite(current.sum(1)))
         return verdict, torch.where(verdict.is_accepted[:, None], proposed, current)
 
     def _decide_early(
@@ -103,11 +106,15 @@ class FullData:
         if seen == current.shape[1]:
             proposed = torch.cat(parts, 1)
             log_ratio = fixed_part - lam * (proposed - current).sum(1)
-            verdict = _metropolis(log_ratio, log_uniform, seen)
+            verdict = _metropolis(comparison, log_ratio, log_uniform, seen)
+            # whether Y becomes known depends on the uniform, so that the mean of min(1, e^Y) over known ones would be biased
+            decision = verdict.is_accepted.double()
+            verdict = verdict._replace(acceptance_rate=decision, is_current_finite=is_finite(current.sum(1)))
             return verdict, torch.where(verdict.is_accepted[:, None], proposed, current)
         rejected = torch.zeros_like(budget)
-        unknown = torch.full_like(budget, torch.nan)
-        return Verdict(rejected.bool(), rejected, unknown, is_finite(total), rejected + seen), current
+        log_ratio = torch.where(fixed_part == -torch.inf, fixed_part, torch.nan)
+        inside = is_finite(total) & is_finite(fixed_part)
+        return Verdict(rejected.bool(), rejected, log_ratio, inside, rejected + seen, is_finite(current.sum(1))), current
 
     def approximation(self, *, fixed_data: bool) -> str | None:
         return None
@@ -127,7 +134,7 @@ class AlwaysAccept:
     needs_noise: ClassVar[bool] = False
 
     def __call__(self, comparison: Comparison, carry: None, generator: torch.Generator) -> tuple[Verdict, None]:
-        inside = is_finite(comparison.log_prior_difference())
+        inside = is_finite(comparison.log_prior_difference()) & comparison.may_move
         unknown = torch.full_like(comparison.here.log_prior, torch.nan)
         return Verdict(inside, inside.double(), unknown, inside, torch.zeros_like(unknown)), None
 
@@ -148,9 +155,9 @@ def _log_uniform(comparison: Comparison, generator: torch.Generator) -> Tensor:
     return torch.rand(comparison.num_chains, dtype=torch.float64, device=comparison.device, generator=generator).log()
 
 
-def _metropolis(log_ratio: Tensor, log_uniform: Tensor, num_examples: float) -> Verdict:
-    """Accept iff log uniform < Y; a NaN ratio compares false and is a rejection."""
-    is_accepted = log_uniform < log_ratio
+def _metropolis(comparison: Comparison, log_ratio: Tensor, log_uniform: Tensor, num_examples: float) -> Verdict:
+    """Accept iff log uniform < Y and Y is a number: a NaN compares false, and +inf is a loss of -inf, no place to go."""
+    is_accepted = (log_uniform < log_ratio) & (log_ratio < torch.inf) & comparison.may_move
     acceptance_rate = log_ratio.clamp(max=0).exp().nan_to_num(nan=0.0)
     num = torch.full_like(log_ratio, num_examples)
     return Verdict(is_accepted, acceptance_rate, log_ratio, is_finite(log_ratio), num)
