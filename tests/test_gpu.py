@@ -43,7 +43,15 @@ def samplers(model: nn.Module) -> list[Sampler]:
 
     return [
         AdamMCMC(model.parameters(), num_data=256, sigma=1e-3, sigma_along=2.0, generator=generator()),
-        AdamMCMC(model.parameters(), num_data=256, sigma=1e-3, prior=UniformBox(-3, 3), fixed_data=True, generator=generator()),
+        AdamMCMC(
+            model.parameters(),
+            num_data=256,
+            sigma=1e-3,
+            sigma_along=2.0,
+            prior=UniformBox(-3, 3),
+            fixed_data=True,
+            generator=generator(),
+        ),
         AdamMCMC(model.parameters(), num_data=256, sigma=1e-3, acceptance=AlwaysAccept(), generator=generator()),
         MALA(model.parameters(), 1e-5, num_data=256, prior=Gaussian(), sigma_along=0.5, generator=generator()),
     ]

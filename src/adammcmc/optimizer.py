@@ -57,7 +57,7 @@ class AdamMCMC(Sampler):
             draw from it.
     """
 
-    _own_caches = ("_bound", "_workspace", "_steps")
+    _own_caches = ("_bound", "_built", "_steps")
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class AdamMCMC(Sampler):
         generator: torch.Generator | None = None,
     ) -> None:
         self._bound: tuple[Packing, list[Tensor], AdamMemory] | None = None
-        self._workspace: Workspace | None = None
+        self._built: tuple[Packing, Any, InPlaceAdamMCMC] | None = None
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "sigma": sigma, "sigma_along": sigma_along},
@@ -92,20 +92,18 @@ class AdamMCMC(Sampler):
         return group, float(self.state[p].get("step", 0.0))  # bias correction depends on the count
 
     def _kernel(self, packing: Packing) -> kernels.AdamMCMCKernel:
-        kernel = kernels.adam_mcmc(
-            [float(lr) for lr in self._options("lr")],
-            self._options("betas"),
-            self._options("eps"),
-            sigma=self._sigmas(),
-            sigma_along=self._sigma_along(),
-            acceptance=self.acceptance,
+        lrs = [float(lr) for lr in self._options("lr")]
+        settings = lrs, self._options("betas"), self._options("eps"), self._sigmas(), self._sigma_along(), self.acceptance
+        if self._built is not None and self._built[0] is packing and self._built[1] == settings:
+            return self._built[2]
+        *adam, sigma, sigma_along, acceptance = settings
+        kernel = kernels.adam_mcmc(*adam, sigma=sigma, sigma_along=sigma_along, acceptance=acceptance)
+        workspace = (
+            Workspace(packing.memory) if self._built is None or self._built[0] is not packing else self._built[2].workspace
         )
-        return InPlaceAdamMCMC(kernel.direction, kernel.proposal, kernel.acceptance, kernel.name, self._work(packing))
-
-    def _work(self, packing: Packing) -> Workspace:
-        if self._workspace is None or self._workspace.memory is not packing.memory:
-            self._workspace = Workspace(packing.memory)
-        return self._workspace
+        fast = InPlaceAdamMCMC(kernel.direction, kernel.proposal, kernel.acceptance, kernel.name, workspace)
+        self._built = packing, settings, fast
+        return fast
 
     def _gather(self, packing: Packing) -> AdamMemory:
         """The moments live in leaves; `self.state` holds views of them, under torch's names."""

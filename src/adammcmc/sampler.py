@@ -116,6 +116,8 @@ class Sampler(torch.optim.Optimizer, ABC):
                 loses fewer digits) the losses of the examples, shape (batch,). It is called at the current and at the
                 proposed weights, and must see the same batch both times. A list of closures is a batch in micro-batches,
                 whose gradients are accumulated: means of equally many examples each, or losses of single examples.
+
+        If the closure raises, the weights are put back and the error goes on; the moments may have taken in this gradient.
         """
         closures = [closure] if callable(closure) else closure
         if not isinstance(closures, list | tuple) or not closures or not all(map(callable, closures)):
@@ -131,8 +133,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         if self.num_steps == 0:
             _logger.info(self.describe())
 
-        if not self._is_as_left(packing):  # someone else wrote the weights, or changed the target: what was known is void
-            self._here = self._carry = None
+        if (self._here is not None or self._carry is not None) and not self._is_as_left(packing):
+            self._here = self._carry = None  # someone else wrote the weights, or changed the target: what was known is void
         current = packing.pack([p.detach() for p in packing.params], packing.memory[0])
         potential = ClosurePotential(
             closures,
@@ -155,8 +157,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         self._scatter(packing, state.memory)
         self._here, self._carry, self._frozen_at = state.here, state.carry, state.frozen_at
         self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
-        self._left = state.params
-        self._fingerprint = self._now(packing)
+        if self._here is not None or self._carry is not None:
+            self._left, self._fingerprint = state.params, self._now(packing)
         self.num_steps += 1
         self._info = info
         self._sum_acceptance += info.acceptance_rate[0]
@@ -325,7 +327,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         """Whether weights and target are those that the last step left."""
         if self._left is None or self._now(packing) != self._fingerprint:
             return False
-        if self.device.type != "cpu" or (self._here is None and self._carry is None):
+        if self.device.type != "cpu":
             return True
         # writes to p.data leave no trace but the values, at which looking is free on the CPU
         return all(torch.equal(p.detach(), left) for p, left in zip(packing.params, packing.views(self._left), strict=True))
