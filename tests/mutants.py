@@ -73,8 +73,8 @@ MUTANTS = [
     Mutant(
         "momenta restored on rejection",
         "kernel.py",
-        "memory=direction.keep(healthy, memory, state.memory),",
-        "memory=direction.keep(healthy & is_accepted, memory, state.memory),",
+        "    frozen_at = state.frozen_at\n",
+        "    frozen_at = state.frozen_at\n    memory = direction.keep(is_accepted, memory, state.memory)\n",
         "tests/test_kernels.py",
     ),
     Mutant(

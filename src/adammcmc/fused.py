@@ -86,10 +86,10 @@ class Workspace:
         """A block of the shape (1, n) and dtype of `like`."""
         return self._update[like.dtype][:, : like.shape[1]]
 
-    def inner(self, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def inner(self, u: Tensor, noise: Tensor) -> tuple[float, float]:
         """|u|^2 and u.noise of one block, as `leaves.inner` computes them, without taking memory."""
         a, b = (wide[: u.shape[1]].copy_(x[0]) for wide, x in zip(self._wide, (u, noise), strict=True))
-        return torch.dot(a, a)[None], torch.dot(a, b)[None]
+        return torch.dot(a, a).item(), torch.dot(a, b).item()
 
 
 @dataclass(frozen=True)
@@ -117,14 +117,14 @@ class InPlaceAdamMCMC(AdamMCMCKernel):
         options = zip(spread(adam.lr, n), spread(adam.betas, n), spread(adam.eps, n), strict=True)
         proposed = work.memory[1]
         step = tuple(k + 1 for k in memory.step)
-        squares, crosses = [], []
+        coefficients = {x.dtype: (self.proposal.sigma_along * along - 1).to(x.dtype) for x in params}
+        total, a, cross = 0.0, 0.0, 0.0  # numbers of one chain: float64, as the pure kernel's tensors
         for *leaves, k, sigma, (lr, (beta1, beta2), eps) in zip(
             params, grad, memory.exp_avg, memory.exp_avg_sq, noise, proposed, step, sigmas, options, strict=True
         ):
-            coefficient = (self.proposal.sigma_along * along - 1).to(leaves[0].dtype)
             rows = [leaf.view(1, -1) for leaf in leaves]
             cuts = blocks(rows[0].shape[1])
-            sums = []
+            square, product = 0.0, 0.0
             for s in cuts:
                 p, g, m1, m2, e, tau = rows if len(cuts) == 1 else [row[:, s] for row in rows]
                 u = work.update(p)
@@ -132,16 +132,16 @@ class InPlaceAdamMCMC(AdamMCMCKernel):
                 m2.mul_(beta2).addcmul_(g, g, value=1 - beta2)
                 torch.sqrt(m2, out=u).div_((1 - beta2**k) ** 0.5).add_(eps)
                 torch.div(m1, u, out=u).mul_(lr / (1 - beta1**k))
-                torch.add(p, e, alpha=sigma, out=tau).addcmul_(u, coefficient)
-                sums.append(work.inner(u, e))
-            squares.append(_total([square for square, _ in sums]))
-            crosses.append(_total([cross for _, cross in sums]))
-        move = Move(proposed, (), (), along, tuple(squares), tuple(crosses))
+                torch.add(p, e, alpha=sigma, out=tau).addcmul_(u, coefficients[u.dtype])
+                uu, ue = work.inner(u, e)
+                square, product = square + uu, product + ue
+            total += square
+            if sigma > 0:
+                a, cross = a + square / sigma**2, cross + product / sigma
+        ratio = self.proposal.combine(a, cross, along.item())
+        squares = torch.tensor([total], dtype=torch.float64, device="cpu")
+        move = Move(proposed, (), (), along, (squares,), torch.full_like(squares, ratio))
         return move, AdamMemory(memory.exp_avg, memory.exp_avg_sq, step)
-
-
-def _total(sums: list[Tensor]) -> Tensor:
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
 
 def _num_cores() -> int:

@@ -145,13 +145,17 @@ def settle(
         grad = select(is_accepted, new.grad, here.grad)
         losses, log_prior = select(is_accepted, (new.losses, new.log_prior), (here.losses, here.log_prior))
         cache = Evaluation(losses, log_prior, grad)
+    frozen_at = state.frozen_at
+    if healthy.device.type != "cpu" or not bool(healthy.all()):  # looking is free on the CPU, and saves work
+        memory = direction.keep(healthy, memory, state.memory)
+        frozen_at = torch.where(is_healthy_now | was_frozen, state.frozen_at, state.step)
     new_state = ChainState(
         params=unflatten(select(is_accepted, move.proposed, leaves), structure),
-        memory=direction.keep(healthy, memory, state.memory),
+        memory=memory,
         here=cache,
         carry=carry,
         step=state.step + 1,
-        frozen_at=torch.where(is_healthy_now | was_frozen, state.frozen_at, state.step),
+        frozen_at=frozen_at,
     )
     info = Info(
         loss=_mean_loss(here),

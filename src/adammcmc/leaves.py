@@ -6,6 +6,7 @@ Reductions over all parameters are accumulated in float64, one number for each c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -85,7 +86,7 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
     """The dot product of two leaves for each chain, (chains,), in float64 (block by block, to spare memory)."""
     a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
     sums = [_dot(a[:, s].double(), b[:, s].double()) for s in blocks(a.shape[1])]
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+    return functools.reduce(torch.add, sums)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from torch import Tensor
 from adammcmc.leaves import Leaves, PerLeaf, inner, per_chain, spread, standard_normal, widen
 
 __all__ = ["Langevin", "Move", "Prolate"]
+
+Number = TypeVar("Number", float, Tensor)
 
 
 class Move(NamedTuple):
@@ -35,8 +37,8 @@ class Move(NamedTuple):
     """z, (chains,), float64"""
     squares: tuple[Tensor, ...]
     """|u|^2 of each leaf, (chains,), float64"""
-    crosses: tuple[Tensor, ...] = ()
-    """u.eps of each leaf, where it is known already (`update` and `noise` are then not kept)"""
+    log_q_ratio: Tensor | None = None
+    """Where it is known already (`update` and `noise` are then not kept)."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,16 @@ class Prolate:
         return _propose(params, update, sigmas, self.sigma_along, generator)
 
     def log_q_ratio(self, move: Move) -> Tensor:
-        crosses = move.crosses or tuple(inner(u, e) for u, e in zip(move.update, move.noise, strict=True))
-        sigmas = spread(self.sigma, len(crosses))
+        if move.log_q_ratio is not None:
+            return move.log_q_ratio
+        sigmas = spread(self.sigma, len(move.update))
         a = _sum(square / s**2 for square, s in zip(move.squares, sigmas, strict=True))
-        cross = _sum(c / s for c, s in zip(crosses, sigmas, strict=True))
-        return (cross - (1 - self.sigma_along * move.along) * a) * (2 / (1 + self.sigma_along**2 * a))
+        cross = _sum(inner(u, e) / s for u, e, s in zip(move.update, move.noise, sigmas, strict=True))
+        return self.combine(a, cross, move.along)
+
+    def combine(self, a: Number, cross: Number, along: Number) -> Number:
+        """log_q_ratio from a, sum_g u_g.eps_g / sigma_g and z: tensors, or numbers of one chain."""
+        return (cross - (1 - self.sigma_along * along) * a) * (2 / (1 + self.sigma_along**2 * a))
 
 
 @dataclass(frozen=True)

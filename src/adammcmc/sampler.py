@@ -84,7 +84,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         self.generator = generator
         self._frozen_at = torch.full((1,), -1, dtype=torch.int64, device=self.device)
         self._frozen_at_host = _host_copy(self._frozen_at)
-        self._sum_acceptance = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._sum_acceptance = torch.zeros(1, dtype=torch.float64, device=self.device)
         self._kernel(self._layout())  # checks the hyper-parameters
 
     # --- what a subclass adds -----------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             self._left, self._fingerprint = state.params, self._now(packing)
         self.num_steps += 1
         self._info = info
-        self._sum_acceptance += info.acceptance_rate[0]
+        self._sum_acceptance += info.acceptance_rate
         return info.loss[0]
 
     @property
@@ -174,7 +174,7 @@ class Sampler(torch.optim.Optimizer, ABC):
     @property
     def mean_acceptance_rate(self) -> Tensor:
         """Mean of min(1, exp(Y)) over all steps of this sampler, on the device."""
-        return self._sum_acceptance / max(1, self.num_steps)
+        return self._sum_acceptance[0] / max(1, self.num_steps)
 
     def check(self) -> None:
         """Raise `NonFiniteLoss` if the chain froze. `step` calls it; on an accelerator it may notice a few steps late."""
