@@ -38,7 +38,7 @@ def p_values(target: KnownTarget, kernel: Kernel, num_chains: int = 20_000, num_
     generator = torch.Generator().manual_seed(11)
     initial = target.draw(num_chains, generator)
     draws, _ = sample_density(target.log_density, initial, kernel, num_steps=num_steps, burn_in=num_steps - 1, seed=generator)
-    fresh = target.draw(100_000, generator)
+    fresh = target.draw(5 * num_chains, generator)
     return [float(stats.ks_2samp(draws[:, 0, i], fresh[:, i]).pvalue) for i in range(initial.shape[1])]
 
 
@@ -47,6 +47,15 @@ def p_values(target: KnownTarget, kernel: Kernel, num_chains: int = 20_000, num_
 def test_exact_kernels_leave_exact_draws_exact(target: KnownTarget, name: str) -> None:
     dim = target.draw(1, torch.Generator()).shape[1]
     assert min(p_values(target, EXACT[name](target.step_size, dim))) > 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_kernels_leave_many_more_exact_draws_exact(target: KnownTarget, name: str) -> None:
+    """Ten times the chains, twice the steps: sees a bias three times smaller."""
+    dim = target.draw(1, torch.Generator()).shape[1]
+    assert min(p_values(target, EXACT[name](target.step_size, dim), num_chains=200_000, num_steps=120)) > 1e-5
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
