@@ -131,7 +131,7 @@ class ClosurePotential:
                 "the model holds then. Put the forward pass inside: sampler.step(lambda: F.cross_entropy(model(x), y))."
             )
         self._returned.append(loss)
-        return loss
+        return loss.to(self._live[0].device)  # a closure may return a Python number
 
     def _losses(self) -> Tensor:
         """Losses of all micro-batches, without gradient (a closure that calls backward gets its way, and `grad` its value)."""
