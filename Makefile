@@ -2,7 +2,7 @@
 # make test   lint, types, documentation, tests: everything that must hold
 # Each creates the virtual environment .venv and installs what it needs; a second call is fast.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint types docs serve-docs bench bias clean
+.PHONY: help demo test test-slow mutants lint types docs serve-docs bench bias clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -27,6 +27,9 @@ test: lint types docs .venv/installed  ## lint, types, docs and the tests
 
 test-slow: .venv/installed  ## the long statistical tests
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(CPUS) -m slow -q
+
+mutants: .venv/installed  ## break the code on purpose and see the tests notice
+	$(BIN)/python -m tests.mutants
 
 lint: .venv/installed  ## ruff: style and format
 	$(BIN)/ruff check .

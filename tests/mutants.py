@@ -1,4 +1,4 @@
-"""Breaks the code on purpose, one mistake at a time, and checks that the tests notice: python -m tests.mutants
+"""Breaks the code on purpose, one mistake at a time, and checks that the tests notice: make mutants
 
 Each mutant is a copy of the package with one line changed. It takes some minutes, and is run by hand.
 """
