@@ -124,3 +124,24 @@ def test_one_scalar_stretches_all_leaves() -> None:
     u = torch.ones(5000, 1, dtype=torch.float64)
     move = Prolate(1e-6, 1.0).propose((0 * u, 0 * u), (u, u), generator(8))
     torch.testing.assert_close(move.proposed[0], move.proposed[1], atol=1e-4, rtol=0)
+
+
+def test_two_densities_subtracted_in_float32_would_be_wrong() -> None:
+    """Why the ratio is computed from dot products: the textbook way is off by more than 1 at P = 1e6."""
+    n, sigma, along = 1_000_000, 0.2e-3, 10.0
+    update = (7e-5 * torch.randn(1, n, generator=generator(5)),)
+    theta = 0.05 * torch.randn(1, n, generator=generator(6))
+    proposal = Prolate(sigma, along)
+    errors = []
+    for seed in range(5):
+        move = proposal.propose((theta,), update, generator(seed))
+        u, tau = update[0][0], move.proposed[0][0]
+
+        def log_q(at: Tensor, centre: Tensor, u: Tensor = u) -> Tensor:
+            r = at - centre
+            rank_one = along**2 * (u @ r) ** 2 / (sigma**2 * (sigma**2 + along**2 * (u * u).sum()))
+            return -0.5 * ((r * r).sum() / sigma**2 - rank_one)
+
+        textbook = log_q(theta[0], tau - u) - log_q(tau, theta[0] - u)
+        errors.append(abs(float(textbook - proposal.log_q_ratio(move))))
+    assert max(errors) > 1
