@@ -107,7 +107,7 @@ class ClosurePotential:
 
     def log_prior(self, params: Leaves) -> Tensor:
         if self._prior is None:
-            return torch.zeros(1, dtype=torch.float64, device=params[0].device)
+            return self._packing.zero
         value = self._prior.log_density(self._packing.views(params))
         return value.detach().double().reshape(1)
 
@@ -170,7 +170,7 @@ class ClosurePotential:
                 loss = self._called(closure)
                 called = any(p.grad is not None for p in self._live)
                 if not called:
-                    sums = self._add_grad(loss.mean() if len(self._closures) == 1 else loss.sum(), sums)
+                    sums = self._add_grad(loss if loss.dim() == 0 else self._reduce(loss), sums)
             losses.append(loss.detach().clone())
             self._calls_backward = called
         if self._calls_backward:
@@ -185,6 +185,10 @@ class ClosurePotential:
                 count = sum(x.numel() for x in losses)
                 grads = [g / count for g in grads]  # never in place: autograd may return one tensor for two parameters
         return _joined(losses), grads
+
+    def _reduce(self, losses: Tensor) -> Tensor:
+        """What of one micro-batch is differentiated; sums are divided at the end."""
+        return losses.mean() if len(self._closures) == 1 else losses.sum()
 
     def _add_grad(self, loss: Tensor, sums: list[Tensor] | None) -> list[Tensor]:
         if not loss.requires_grad:

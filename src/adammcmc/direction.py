@@ -64,8 +64,9 @@ class Adam:
         for g, m1, m2, k, (lr, (beta1, beta2), eps) in zip(grad, memory.exp_avg, memory.exp_avg_sq, step, options, strict=True):
             exp_avg = torch.lerp(m1, g, 1 - beta1)
             exp_avg_sq = (m2 * beta2).addcmul_(g, g, value=1 - beta2)
-            denominator = widen(exp_avg_sq).sqrt().div_((1 - beta2**k) ** 0.5).add_(eps)
-            updates.append(torch.div(widen(exp_avg), denominator, out=denominator).mul_(lr / (1 - beta1**k)))
+            root = (1 - beta2**k) ** 0.5  # of the bias correction, moved out of the fraction to save a pass
+            denominator = widen(exp_avg_sq).sqrt().add_(eps * root)
+            updates.append(torch.div(widen(exp_avg), denominator, out=denominator).mul_(lr * root / (1 - beta1**k)))
             exp_avgs.append(exp_avg)
             exp_avg_sqs.append(exp_avg_sq)
         return tuple(updates), AdamMemory(tuple(exp_avgs), tuple(exp_avg_sqs), step)

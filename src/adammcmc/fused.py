@@ -50,7 +50,8 @@ class Workspace:
             return
         self._noise = tuple(torch.empty_like(x) for x in leaves)
         size = max(s.stop - s.start for x in leaves for s in blocks(x.numel()))
-        self._update = {dtype: torch.empty(1, size, dtype=dtype) for dtype in {x.dtype for x in leaves}}
+        self.dtypes = {x.dtype for x in leaves}
+        self._update = {dtype: torch.empty(1, size, dtype=dtype) for dtype in self.dtypes}
         self._wide = [torch.empty(size, dtype=torch.float64) for _ in range(2)]
 
     @contextmanager
@@ -117,21 +118,23 @@ class InPlaceAdamMCMC(AdamMCMCKernel):
         options = zip(spread(adam.lr, n), spread(adam.betas, n), spread(adam.eps, n), strict=True)
         proposed = work.memory[1]
         step = tuple(k + 1 for k in memory.step)
-        coefficients = {x.dtype: (self.proposal.sigma_along * along - 1).to(x.dtype) for x in params}
+        coefficient = self.proposal.sigma_along * along - 1
+        coefficients = {dtype: coefficient.to(dtype) for dtype in work.dtypes}
         total, a, cross = 0.0, 0.0, 0.0  # numbers of one chain: float64, as the pure kernel's tensors
         for *leaves, k, sigma, (lr, (beta1, beta2), eps) in zip(
             params, grad, memory.exp_avg, memory.exp_avg_sq, noise, proposed, step, sigmas, options, strict=True
         ):
             rows = [leaf.view(1, -1) for leaf in leaves]
             cuts = blocks(rows[0].shape[1])
+            root = (1 - beta2**k) ** 0.5
             square, product = 0.0, 0.0
             for s in cuts:
                 p, g, m1, m2, e, tau = rows if len(cuts) == 1 else [row[:, s] for row in rows]
                 u = work.update(p)
                 m1.lerp_(g, 1 - beta1)
                 m2.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-                torch.sqrt(m2, out=u).div_((1 - beta2**k) ** 0.5).add_(eps)
-                torch.div(m1, u, out=u).mul_(lr / (1 - beta1**k))
+                torch.sqrt(m2, out=u).add_(eps * root)
+                torch.div(m1, u, out=u).mul_(lr * root / (1 - beta1**k))
                 torch.add(p, e, alpha=sigma, out=tau).addcmul_(u, coefficients[u.dtype])
                 uu, ue = work.inner(u, e)
                 square, product = square + uu, product + ue
@@ -139,8 +142,8 @@ class InPlaceAdamMCMC(AdamMCMCKernel):
             if sigma > 0:
                 a, cross = a + square / sigma**2, cross + product / sigma
         ratio = self.proposal.combine(a, cross, along.item())
-        squares = torch.tensor([total], dtype=torch.float64, device="cpu")
-        move = Move(proposed, (), (), along, (squares,), torch.full_like(squares, ratio))
+        squares, log_q_ratio = torch.full_like(along, total), torch.full_like(along, ratio)
+        move = Move(proposed, (), (), along, (squares,), log_q_ratio)
         return move, AdamMemory(memory.exp_avg, memory.exp_avg_sq, step)
 
 

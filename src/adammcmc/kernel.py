@@ -127,13 +127,12 @@ def settle(
     current loss or update is not finite is frozen: parameters, memory and cache stay as they are from then on.
     """
     leaves, structure = flatten(state.params)
-    was_frozen = state.frozen_at >= 0
-    is_healthy_now = is_finite(functools.reduce(torch.add, move.squares, _level(here)))
-    comparison = Comparison(potential, leaves, move.proposed, here, there, log_q_ratio, is_healthy_now & ~was_frozen)
+    was_free = state.frozen_at < 0
+    healthy = is_finite(functools.reduce(torch.add, move.squares, _level(here))) & was_free
+    comparison = Comparison(potential, leaves, move.proposed, here, there, log_q_ratio, healthy)
     verdict, carry = acceptance(comparison, state.carry, generator)
     if verdict.is_current_finite is not None:
-        is_healthy_now = is_healthy_now & verdict.is_current_finite
-    healthy = is_healthy_now & ~was_frozen
+        healthy = healthy & verdict.is_current_finite
     is_accepted, is_known_finite = verdict.is_accepted & healthy, verdict.is_finite
     cache = here if potential.fixed else None
     if potential.fixed and (there.value is not None or is_accepted.device.type != "cpu" or bool(is_accepted.any())):
@@ -148,7 +147,7 @@ def settle(
     frozen_at = state.frozen_at
     if healthy.device.type != "cpu" or not bool(healthy.all()):  # looking is free on the CPU, and saves work
         memory = direction.keep(healthy, memory, state.memory)
-        frozen_at = torch.where(is_healthy_now | was_frozen, state.frozen_at, state.step)
+        frozen_at = torch.where(was_free & ~healthy, state.step, state.frozen_at)
     new_state = ChainState(
         params=unflatten(select(is_accepted, move.proposed, leaves), structure),
         memory=memory,

@@ -38,6 +38,8 @@ class Packing:
         self._views: dict[int, tuple[Leaves, list[Tensor]]] = {}
         self.memory = (self._lasting(), self._lasting())
         """For the current and the proposed point."""
+        self.zero = torch.zeros(1, dtype=torch.float64, device=params[0].device)
+        """The log density of a flat prior."""
         self.last_grads: Sequence[Tensor] = ()
         """What autograd returned last; let go just before it is asked again, so that it finds its memory still mapped."""
 

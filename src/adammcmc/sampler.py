@@ -135,7 +135,7 @@ class Sampler(torch.optim.Optimizer, ABC):
 
         if (self._here is not None or self._carry is not None) and not self._is_as_left(packing):
             self._here = self._carry = None  # someone else wrote the weights, or changed the target: what was known is void
-        current = packing.pack([p.detach() for p in packing.params], packing.memory[0])
+        current = packing.pack(packing.params, packing.memory[0])
         potential = ClosurePotential(
             closures,
             packing,
@@ -155,8 +155,10 @@ class Sampler(torch.optim.Optimizer, ABC):
             raise
         potential.place(state.params)
         self._scatter(packing, state.memory)
-        self._here, self._carry, self._frozen_at = state.here, state.carry, state.frozen_at
-        self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
+        self._here, self._carry = state.here, state.carry
+        if state.frozen_at is not self._frozen_at:
+            self._frozen_at = state.frozen_at
+            self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
         if self._here is not None or self._carry is not None:
             self._left, self._fingerprint = state.params, self._now(packing)
         self.num_steps += 1

@@ -86,6 +86,8 @@ def potential_difference(scale: float, current: Evaluation, proposed: Evaluation
     """
     difference = proposed.losses.double() - current.losses.double()
     mean = difference if difference.dim() == 1 else difference.mean(1)
+    if proposed.log_prior is current.log_prior:  # a flat prior's zero
+        return scale * mean
     return scale * mean - (proposed.log_prior - current.log_prior)
 
 
