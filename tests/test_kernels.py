@@ -30,7 +30,26 @@ EXACT = {
         h, sigma_along=1.0, preconditioner=torch.linspace(0.5, 1.5, dim).double()
     ),
     "mala, full-data test": lambda h, dim: kernels.mala(h, acceptance=FullData()),
+    "underdamped": lambda h, dim: kernels.underdamped(math.sqrt(2 * h)),
+    "underdamped, fresh uniform": lambda h, dim: kernels.underdamped(math.sqrt(2 * h), persistent_uniform=False),
+    "underdamped, heavy friction": lambda h, dim: kernels.underdamped(math.sqrt(2 * h), 2.0),
+    "underdamped, long steps": lambda h, dim: kernels.underdamped(2 * math.sqrt(2 * h), persistent_uniform=False),
+    "underdamped, preconditioned": lambda h, dim: kernels.underdamped(
+        math.sqrt(2 * h), preconditioner=torch.linspace(0.5, 1.5, dim).double()
+    ),
+    "underdamped, three leapfrog steps": lambda h, dim: kernels.underdamped(math.sqrt(2 * h), num_leapfrog=3),
+    "hmc": lambda h, dim: kernels.hmc(math.sqrt(2 * h), 4),
+    "exact_adam_mcmc": lambda h, dim: exact_adam(h),
+    "exact_adam_mcmc, directional": lambda h, dim: exact_adam(h, sigma_along=1.0),
+    "exact_adam_mcmc, short memory": lambda h, dim: exact_adam(h, betas=(0.5, 0.9), sigma_along=0.5),
 }
+
+
+def exact_adam(h: float, **options: object) -> Kernel:
+    """Momenta as wide as the gradient changes in a step: about sqrt(curvature) ~ 1 / sqrt(h)."""
+    root = 1 / math.sqrt(h)
+    settings = {"sigma": math.sqrt(2 * h), "sigma_along": 0.0, "momentum_spread": (1.5 * root, 4 / h)} | options
+    return kernels.exact_adam_mcmc(0.3 * math.sqrt(h), **settings)
 
 
 def p_values(target: KnownTarget, kernel: Kernel, num_chains: int = 20_000, num_steps: int = 60) -> list[float]:

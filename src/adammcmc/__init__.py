@@ -5,10 +5,14 @@ from adammcmc.acceptance import AlwaysAccept, FullData, Minibatch
 from adammcmc.chain import sample_density
 from adammcmc.data import Examples, TensorExamples
 from adammcmc.errors import NonFiniteLoss, PerExampleLossRequired, StochasticClosure
+from adammcmc.exact import MALA, ExactAdamMCMC, Underdamped
+from adammcmc.health import Finding, Health
 from adammcmc.kernel import ChainState, Info, Kernel
-from adammcmc.optimizer import MALA, AdamMCMC, OptimizerMCMC
+from adammcmc.optimizer import AdamMCMC, AsReleased, OptimizerMCMC
 from adammcmc.sampler import Sampler
+from adammcmc.stateful import ClosureReport, check_closure
 from adammcmc.target import Density, Gaussian, Prior, Target, UniformBall, UniformBox, from_paper
+from adammcmc.tuning import BurnIn
 
 __version__ = "0.1.0"
 
@@ -16,11 +20,17 @@ __all__ = [
     "MALA",
     "AdamMCMC",
     "AlwaysAccept",
+    "AsReleased",
+    "BurnIn",
     "ChainState",
+    "ClosureReport",
     "Density",
+    "ExactAdamMCMC",
     "Examples",
+    "Finding",
     "FullData",
     "Gaussian",
+    "Health",
     "Info",
     "Kernel",
     "Minibatch",
@@ -32,9 +42,11 @@ __all__ = [
     "StochasticClosure",
     "Target",
     "TensorExamples",
+    "Underdamped",
     "UniformBall",
     "UniformBox",
     "acceptance",
+    "check_closure",
     "from_paper",
     "kernels",
     "sample_density",

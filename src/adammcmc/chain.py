@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adammcmc.errors import NonFiniteLoss
-from adammcmc.kernel import Info, Kernel
+from adammcmc.errors import NonFiniteLoss, StochasticClosure
+from adammcmc.kernel import ChainState, Info, Kernel
 from adammcmc.leaves import flatten, unflatten
 from adammcmc.progress import track
 from adammcmc.target import Density
+from adammcmc.tuning import Adaptation, BurnIn, changed
 
 __all__ = ["sample_density"]
 
@@ -25,6 +27,7 @@ def sample_density(
     num_steps: int,
     burn_in: int = 0,
     gap: int = 1,
+    tune: BurnIn | None = None,
     seed: int | torch.Generator = 0,
     progress: bool = True,
 ) -> tuple[Any, Info]:
@@ -38,6 +41,7 @@ def sample_density(
         num_steps: transitions in all, burn-in included.
         burn_in: transitions before the first draw is kept.
         gap: one draw is kept every `gap` transitions. A rejected proposal repeats the current point, and counts.
+        tune: adapt the kernel's scale (and preconditioner) in burn-in, pooled over the chains, then freeze it.
         seed: fixes every random number; the same seed on the same device gives the same draws. A generator is used as it is.
         progress: show a bar if standard error is a terminal (needs `rich`).
 
@@ -64,11 +68,17 @@ def sample_density(
 
     potential = Density(log_density, like=initial)
     state = kernel.init(unflatten(tuple(x.detach().clone() for x in leaves), structure), potential)
+    _check_deterministic(potential, state)
+    adaptation = None if tune is None else _adaptation(kernel, tune, burn_in)
     num_draws = (num_steps - burn_in) // gap
     draws = [x.new_empty(x.shape[0], num_draws, *x.shape[1:]) for x in leaves]
     infos: list[Info] = []
     for step in track(range(1, num_steps + 1), "sampling", show=progress):
         state, info = kernel.step(state, potential, generator)
+        if adaptation is not None and not adaptation.is_done:
+            grad = None if state.here is None else state.here.grad
+            change = adaptation.observe(info.acceptance_rate, info.potential, info.step_to_noise, grad, potential.scale)
+            kernel = changed(kernel, change, structure)
         draw, rest = divmod(step - burn_in, gap)
         if step > burn_in and rest == 0:
             for kept, leaf in zip(draws, flatten(state.params)[0], strict=True):
@@ -85,3 +95,30 @@ def sample_density(
         error.result = result
         raise error
     return result
+
+
+def _check_deterministic(potential: Density, state: ChainState) -> None:
+    """A log density that gives another value when asked again is no density."""
+    assert state.here is not None
+    again = potential.evaluate(flatten(state.params)[0], with_grad=False).losses
+    if not torch.allclose(again, state.here.losses, rtol=1e-4, atol=1e-6):
+        raise StochasticClosure(
+            "`log_density` gave two different values at the same point: it must be a function of the parameters. Does it draw "
+            "random numbers (dropout in training mode?) or take a new minibatch at each call?"
+        )
+
+
+def _adaptation(kernel: Any, tune: BurnIn, burn_in: int) -> Adaptation:
+    if not hasattr(kernel, "scaled"):
+        raise TypeError(f"{type(kernel).__name__} has nothing to tune.")
+    if burn_in < 1 or (tune.num_steps or 1) > burn_in:
+        raise ValueError(
+            f"`tune` would still change the kernel while draws are kept: burn_in is {burn_in}, num_steps of the BurnIn "
+            f"{tune.num_steps}. What is drawn while adapting has no invariant distribution; make burn_in longer."
+        )
+    return Adaptation(
+        replace(tune, max_steps=min(tune.max_steps, burn_in), num_steps=tune.num_steps or burn_in),
+        target=kernel.target_acceptance,
+        tunes_sigma_along=hasattr(kernel, "with_sigma_along"),
+        learns=hasattr(kernel, "with_preconditioner"),
+    )

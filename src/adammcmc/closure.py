@@ -11,6 +11,7 @@ from adammcmc.data import Examples
 from adammcmc.errors import StochasticClosure
 from adammcmc.leaves import Leaves
 from adammcmc.packing import Packing
+from adammcmc.stateful import Layers
 from adammcmc.target import Evaluation, Target, potential_difference
 
 __all__ = ["Closure", "ClosurePotential"]
@@ -28,6 +29,7 @@ class ClosurePotential:
     Args:
         closures: the micro-batches of the step, mostly one.
         packing: the model's trainable parameters and how they lie in leaves.
+        layers: dropout, BatchNorm and other layers with state.
         held: the leaves whose values the parameters have now.
         must_check: whether to check, at the first evaluation, that fixed data are fixed.
         name: what the parameter of this index is called in messages.
@@ -41,6 +43,7 @@ class ClosurePotential:
         *,
         target: Target,
         examples: Examples | None,
+        layers: Layers,
         fixed: bool,
         must_check: bool = False,
         name: Callable[[int], str],
@@ -58,8 +61,16 @@ class ClosurePotential:
         self._live = packing.params
         self._held = held
         self._examples = examples
+        self._layers = layers
         self._name = name
         self._calls_backward: bool | None = None  # unknown before the first call
+        self.known: tuple[Leaves, Leaves] | None = None
+        """The first point of this step with a gradient, and the gradient of V there."""
+
+    @property
+    def first_grad(self) -> Leaves | None:
+        """The gradient of V at the first point of this step."""
+        return None if self.known is None else self.known[1]
 
     @property
     def num_examples(self) -> int | None:
@@ -73,7 +84,10 @@ class ClosurePotential:
         losses, grads = self._differentiate()
         if self.fixed and first and self._must_check:
             self._check_fixed(losses)
-        return Evaluation(losses[None], self.log_prior(params), self._join(grads, params))
+        grad = self._join(grads, params)
+        if self.known is None:
+            self.known = params, grad
+        return Evaluation(losses[None], self.log_prior(params), grad)
 
     def _check_fixed(self, losses: Tensor) -> None:
         """`fixed_data` is a promise. What can be seen of it is seen here, once, at the price of one more forward."""
@@ -82,12 +96,13 @@ class ClosurePotential:
                 f"fixed_data=True says that each closure sees all data, but it returned {len(losses)} losses and `num_data` is "
                 f"{self._num_data}."
             )
-        again = self._losses()
+        again = self._losses(same_numbers=False)
         if again.shape != losses.shape or not torch.allclose(again, losses, rtol=1e-4, atol=1e-6, equal_nan=True):
             raise StochasticClosure(
                 "fixed_data=True says that the loss is the same function of the weights at every call, but two calls at one "
-                f"point gave mean losses {float(losses.mean()):.6g} and {float(again.mean()):.6g}. Dropout in training mode? "
-                "Shuffled batches? Use model.eval(), return the loss of all data, or set fixed_data=False."
+                f"point gave mean losses {float(losses.mean()):.6g} and {float(again.mean()):.6g}. "
+                + (f"At fault: {at_fault}." if (at_fault := self._layers.at_fault()) else "Shuffled batches? Random numbers?")
+                + " Use model.eval(), return the loss of all data, or set fixed_data=False."
             )
 
     def _join(self, grads: Sequence[Tensor], params: Leaves) -> Leaves:
@@ -115,7 +130,7 @@ class ClosurePotential:
         assert self._examples is not None
         self.place(params)
         with torch.no_grad():
-            return self._examples.losses(indices)[None]
+            return self._layers.example_losses(lambda: self._examples.losses(indices))[None]  # type: ignore[union-attr]
 
     def place(self, params: Leaves) -> None:
         """Write these values into the live parameters, unless they are there already."""
@@ -133,11 +148,11 @@ class ClosurePotential:
         self._returned.append(loss)
         return loss.to(self._live[0].device)  # a closure may return a Python number
 
-    def _losses(self) -> Tensor:
+    def _losses(self, *, same_numbers: bool = True) -> Tensor:
         """Losses of all micro-batches, without gradient (a closure that calls backward gets its way, and `grad` its value)."""
         saved = [p.grad for p in self._live]
         try:
-            with torch.set_grad_enabled(bool(self._calls_backward)):
+            with torch.set_grad_enabled(bool(self._calls_backward)), self._layers.evaluation(same_numbers=same_numbers):
                 # copied at once: a closure may return a buffer that it writes to again
                 return _joined([self._called(closure).detach().clone() for closure in self._closures])
         finally:
@@ -148,7 +163,8 @@ class ClosurePotential:
         first_call = self._calls_backward is None
         saved = [p.grad for p in self._live]
         try:
-            losses, grads = self._call_and_differentiate()
+            with self._layers.evaluation():
+                losses, grads = self._call_and_differentiate()
         except BaseException:
             self._restore(saved)
             raise

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adammcmc.optimizer import MALA, AdamMCMC
+from adammcmc.exact import MALA
+from adammcmc.optimizer import AdamMCMC
 from adammcmc.progress import track
 from adammcmc.sampler import Sampler
 from adammcmc.target import Gaussian, Prior

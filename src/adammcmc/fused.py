@@ -143,7 +143,7 @@ class InPlaceAdamMCMC(AdamMCMCKernel):
                 a, cross = a + square / sigma**2, cross + product / sigma
         ratio = self.proposal.combine(a, cross, along.item())
         squares, log_q_ratio = torch.full_like(along, total), torch.full_like(along, ratio)
-        move = Move(proposed, (), (), along, (squares,), log_q_ratio)
+        move = Move(proposed, (), (), along, (squares,), log_q_ratio, torch.full_like(along, a).sqrt_())
         return move, AdamMemory(memory.exp_avg, memory.exp_avg_sq, step)
 
 

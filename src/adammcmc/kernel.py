@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from adammcmc.acceptance import Comparison, Test
-from adammcmc.direction import Direction
-from adammcmc.leaves import flatten, is_finite, select, unflatten
+from adammcmc.leaves import Leaves, flatten, is_finite, select, unflatten
 from adammcmc.proposal import Move
 from adammcmc.target import Evaluation, Potential
 
@@ -26,7 +25,7 @@ class ChainState(NamedTuple):
     params: Any
     """theta, a tensor or a pytree of tensors."""
     memory: Any
-    """What the direction remembers (Adam's moments); kept on rejection."""
+    """What the kernel remembers: Adam's moments (kept on rejection), a velocity; None where the first step makes it."""
     here: Evaluation | None
     """The target at `params`; None where each step brings its own batch."""
     carry: Any
@@ -55,12 +54,21 @@ class Info(NamedTuple):
     """Whether U was finite at the proposed point; False (NaN, infinite, outside the support) is a rejection."""
     num_examples: Tensor
     """Examples of the data that the decision looked at."""
+    potential: Tensor
+    """U at the point the step started from, estimated on the batch; float64."""
+    step_to_noise: Tensor
+    """|u| / sigma of Algorithm 1's proposal; NaN for other kernels."""
+    log_ratio_noise: Tensor
+    """Standard deviation of Y as an estimate on this batch; 0 where Y is exact, NaN where it is not known."""
 
 
 class Kernel(Protocol):
     """A Markov kernel. `step` reads nothing but its arguments and changes none of them (except the generator)."""
 
-    acceptance: Test
+    @property
+    def acceptance(self) -> Test:
+        """The test."""
+        ...
 
     def init(self, params: Any, potential: Potential) -> ChainState:
         """The state of chains that start at `params`."""
@@ -88,7 +96,7 @@ class Once(Generic[_T]):
         return self.value
 
 
-def start(params: Any, potential: Potential, direction: Direction) -> ChainState:
+def start(params: Any, potential: Potential, remember: Callable[[Leaves], Any] = lambda leaves: None) -> ChainState:
     """The state at `params`, evaluated there if the data are fixed (refused if the target is zero or undefined)."""
     leaves, _ = flatten(params)
     num_chains = leaves[0].shape[0]
@@ -105,7 +113,7 @@ def start(params: Any, potential: Potential, direction: Direction) -> ChainState
                 f"(first: {bad[:5]}). Start inside the support."
             )
     frozen_at = torch.full((num_chains,), -1, dtype=torch.int64, device=leaves[0].device)
-    return ChainState(params, direction.init(leaves), here, None, 0, frozen_at)
+    return ChainState(params, remember(leaves), here, None, 0, frozen_at)
 
 
 def settle(
@@ -114,14 +122,17 @@ def settle(
     generator: torch.Generator,
     *,
     acceptance: Test,
-    direction: Direction,
     here: Evaluation,
-    memory: Any,
     move: Move,
     there: Once[Evaluation],
     log_q_ratio: Once[Tensor],
+    memory: Any = None,
+    keep: Callable[[Tensor, Any, Any], Any] = lambda mask, new, old: new,
+    log_uniform: Tensor | None = None,
 ) -> tuple[ChainState, Info]:
     """The second half of every Metropolis step: test the move, then keep `move.proposed` or stay.
+
+    `memory` is what the next step shall remember, `keep` what remains of it in a chain that is frozen.
 
     `there` and `log_q_ratio` are evaluated only if the test (or the cache, for fixed data) asks for them. A chain whose
     current loss or update is not finite is frozen: parameters, memory and cache stay as they are from then on.
@@ -129,7 +140,7 @@ def settle(
     leaves, structure = flatten(state.params)
     was_free = state.frozen_at < 0
     healthy = is_finite(functools.reduce(torch.add, move.squares, _level(here))) & was_free
-    comparison = Comparison(potential, leaves, move.proposed, here, there, log_q_ratio, healthy)
+    comparison = Comparison(potential, leaves, move.proposed, here, there, log_q_ratio, healthy, log_uniform)
     verdict, carry = acceptance(comparison, state.carry, generator)
     if verdict.is_current_finite is not None:
         healthy = healthy & verdict.is_current_finite
@@ -146,7 +157,7 @@ def settle(
         cache = Evaluation(losses, log_prior, grad)
     frozen_at = state.frozen_at
     if healthy.device.type != "cpu" or not bool(healthy.all()):  # looking is free on the CPU, and saves work
-        memory = direction.keep(healthy, memory, state.memory)
+        memory = keep(healthy, memory, state.memory)
         frozen_at = torch.where(was_free & ~healthy, state.step, state.frozen_at)
     new_state = ChainState(
         params=unflatten(select(is_accepted, move.proposed, leaves), structure),
@@ -165,6 +176,9 @@ def settle(
         is_accepted=is_accepted,
         is_finite=is_known_finite,
         num_examples=verdict.num_examples,
+        potential=potential.scale * _mean_loss(here).double() - here.log_prior,
+        step_to_noise=_unknown(healthy) if move.step_to_noise is None else move.step_to_noise,
+        log_ratio_noise=_unknown(healthy) if verdict.log_ratio_noise is None else verdict.log_ratio_noise,
     )
     return new_state, info
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -21,12 +21,14 @@ from adammcmc.acceptance import Test
 from adammcmc.data import Examples
 from adammcmc.direction import AdamMemory
 from adammcmc.fused import InPlaceAdamMCMC, Workspace
-from adammcmc.leaves import Leaves, same
+from adammcmc.leaves import same
 from adammcmc.packing import Packing
 from adammcmc.sampler import Params, Sampler
+from adammcmc.stateful import BatchNormPolicy
 from adammcmc.target import Prior, Target
+from adammcmc.tuning import BurnIn
 
-__all__ = ["MALA", "AdamMCMC", "OptimizerMCMC"]
+__all__ = ["AdamMCMC", "AsReleased", "OptimizerMCMC"]
 
 
 class AdamMCMC(Sampler):
@@ -53,11 +55,17 @@ class AdamMCMC(Sampler):
         examples: the data set as losses of single examples, for tests that need them (`FullData`).
         fixed_data: the closure's loss is the same function of the weights at every step (full batch). Then the gradient found
             at an accepted proposal serves the next step, and a step costs one forward and backward.
+        batch_norm: what BatchNorm in training mode does: "batch" (statistics of the batch; buffers move on acceptance only) or
+            "frozen" (running statistics, which stay as they are). Dropout has the same mask on both sides of a step.
+        burn_in: a `BurnIn` (or a number of steps) of adaptation: sigma to an acceptance of 0.6, sigma_along to 0.8 of the
+            proposal alone. Nothing should be collected before `is_adapting` is False. None: no adaptation.
         generator: the source of all randomness; by default a new one, seeded from torch's global seed. The closure must not
             draw from it.
     """
 
     _own_caches = ("_bound", "_built", "_steps")
+    _target_acceptance = kernels.AdamMCMCKernel.target_acceptance
+    _tunes_sigma_along = True
 
     def __init__(
         self,
@@ -74,6 +82,8 @@ class AdamMCMC(Sampler):
         acceptance: Test | None = None,
         examples: Examples | None = None,
         fixed_data: bool = False,
+        batch_norm: BatchNormPolicy = "batch",
+        burn_in: BurnIn | int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         self._bound: tuple[Packing, list[Tensor], AdamMemory] | None = None
@@ -85,8 +95,14 @@ class AdamMCMC(Sampler):
             acceptance=acceptance,
             examples=examples,
             fixed_data=fixed_data,
+            batch_norm=batch_norm,
+            burn_in=burn_in,
             generator=generator,
         )
+
+    def _rescale(self, factor: float) -> None:
+        for group in self.param_groups:
+            group["sigma"] *= factor
 
     def _label(self, p: Parameter, group: int) -> Hashable:
         return group, float(self.state[p].get("step", 0.0))  # bias correction depends on the count
@@ -159,110 +175,24 @@ class AdamMCMC(Sampler):
         self._load_torch({"state": moments, "param_groups": groups})
 
 
-class MALA(Sampler):
-    r"""The Metropolis-adjusted Langevin algorithm as an optimizer, plain, directional and preconditioned.
+class AsReleased(AdamMCMC):
+    """What the code released with the paper does in place of Algorithm 1. **For replication only: no detailed balance.**
 
-        tau = theta - h A g + sigma A^1/2 eps + sigma_along z h A g,    g = grad U = lambda n grad(mean loss) - grad log prior
-
-    **Exact** with `fixed_data=True` (each closure sees the whole data set) or with `acceptance=FullData()`; approximate with
-    `Minibatch()` on changing batches. See `adammcmc.kernels.mala`. One step costs two forwards and backwards, with
-    `fixed_data=True` one.
-
-    Args:
-        params: as for any optimizer. Groups may differ in step_size and sigma.
-        step_size: h; kept under torch's name "lr" in the parameter groups, so that schedulers find it.
-        num_data: the number of training examples n.
-        prior: required, and proper: an exact chain on an improper posterior has nothing to converge to.
-        sigma: None is sqrt(2 h).
-        sigma_along: noise along the step in units of the step. (The paper's sigma_nabla multiplies grad L_n: it is
-            h * lambda * sigma_along with the lambda of the paper.)
-        preconditioner: diagonal A, one positive tensor for each trainable parameter; fixed while sampling.
-        inverse_temperature: as in `AdamMCMC`.
-        acceptance: as in `AdamMCMC`.
-        examples: as in `AdamMCMC`.
-        fixed_data: as in `AdamMCMC`.
-        generator: as in `AdamMCMC`.
+    Its noise along the step is drawn weight by weight, but tested as if it were one number: see `adammcmc.kernels.as_released`
+    and the page "The released code". Arguments as for `AdamMCMC`; `adammcmc.from_paper(..., loss="mean")` gives the released
+    units.
     """
 
-    _own_caches = ("_diagonal",)
-
-    def __init__(
-        self,
-        params: Params,
-        step_size: float,
-        *,
-        num_data: int,
-        prior: Prior,
-        sigma: float | None = None,
-        sigma_along: float = 0.0,
-        preconditioner: Sequence[Tensor] | None = None,
-        inverse_temperature: float = 1.0,
-        acceptance: Test | None = None,
-        examples: Examples | None = None,
-        fixed_data: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        if prior is None:
-            raise ValueError(
-                "MALA needs a proper `prior`: without one the posterior of a network has no finite mass. "
-                "Gaussian.fan_in(model) is a common choice."
-            )
-        self._diagonal: tuple[Packing, Leaves | None] | None = None
-        super().__init__(
-            params,
-            {"lr": step_size, "sigma": sigma, "sigma_along": sigma_along},
-            target=Target(num_data, inverse_temperature, prior),
-            acceptance=acceptance,
-            examples=examples,
-            fixed_data=fixed_data,
-            generator=generator,
-        )
-        if preconditioner is not None:
-            trainable = self._trainable()
-            if [a.shape for a in preconditioner] != [p.shape for p in trainable]:
-                raise ValueError("`preconditioner` must have one tensor of the same shape for each trainable parameter.")
-            for p, a in zip(trainable, preconditioner, strict=True):
-                self.state[p]["preconditioner"] = a.detach().to(p.device, p.dtype, copy=True)
-            self._diagonal = None
-            if not all(bool((a > 0).all()) for a in preconditioner):
-                raise ValueError("`preconditioner` must be positive everywhere.")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if "step_size" in param_group:
-            param_group = {("lr" if key == "step_size" else key): value for key, value in param_group.items()}
-        super().add_param_group(param_group)
-
-    def _label(self, p: Parameter, group: int) -> Hashable:
-        return group
-
-    def _kernel(self, packing: Packing) -> kernels.MALAKernel:
-        return kernels.mala(
-            [float(lr) for lr in self._options("lr")],
+    def _kernel(self, packing: Packing) -> kernels.AdamMCMCKernel:
+        lrs = [float(lr) for lr in self._options("lr")]
+        return kernels.as_released(
+            lrs,
+            self._options("betas"),
+            self._options("eps"),
             sigma=self._sigmas(),
             sigma_along=self._sigma_along(),
-            preconditioner=self._preconditioner(packing),
             acceptance=self.acceptance,
         )
-
-    def _preconditioner(self, packing: Packing) -> Leaves | None:
-        if self._diagonal is None or self._diagonal[0] is not packing:
-            parts = [self.state[p]["preconditioner"] for p in packing.params if "preconditioner" in self.state[p]]
-            if parts and len(parts) != len(packing.params):
-                raise ValueError("some parameters have a preconditioner and some have none.")
-            self._diagonal = packing, packing.pack(parts, packing.new()) if parts else None
-        return self._diagonal[1]
-
-    def _sigmas(self) -> list[float]:
-        if 0.0 in self._options("lr") and None in self._options("sigma"):
-            raise ValueError("`step_size` is 0 (did a scheduler bring it there?): MALA would not move.")
-        pairs = zip(self._options("sigma"), self._options("lr"), strict=True)
-        return [math.sqrt(2 * float(lr)) if sigma is None else float(sigma) for sigma, lr in pairs]
-
-    def _gather(self, packing: Packing) -> None:
-        return None
-
-    def _scatter(self, packing: Packing, memory: None) -> None:
-        return None
 
 
 class OptimizerMCMC(Sampler):
@@ -280,6 +210,9 @@ class OptimizerMCMC(Sampler):
         num_data: as in `AdamMCMC`, and so are all that follow.
     """
 
+    _target_acceptance = kernels.AdamMCMCKernel.target_acceptance
+    _tunes_sigma_along = True
+
     def __init__(
         self,
         params: Params,
@@ -293,6 +226,8 @@ class OptimizerMCMC(Sampler):
         acceptance: Test | None = None,
         examples: Examples | None = None,
         fixed_data: bool = False,
+        batch_norm: BatchNormPolicy = "batch",
+        burn_in: BurnIn | int | None = None,
         generator: torch.Generator | None = None,
         **options: Any,
     ) -> None:
@@ -309,8 +244,14 @@ class OptimizerMCMC(Sampler):
             acceptance=acceptance,
             examples=examples,
             fixed_data=fixed_data,
+            batch_norm=batch_norm,
+            burn_in=burn_in,
             generator=generator,
         )
+
+    def _rescale(self, factor: float) -> None:
+        for group in self.param_groups:
+            group["sigma"] *= factor
 
     def _label(self, p: Parameter, group: int) -> None:
         return None  # an optimizer may look at shapes: each parameter keeps its own

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adammcmc.leaves import Leaves, PerLeaf, inner, per_chain, spread, standard_normal, widen
 
-__all__ = ["Langevin", "Move", "Prolate"]
+__all__ = ["Elementwise", "Langevin", "Move", "Prolate"]
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -39,6 +39,8 @@ class Move(NamedTuple):
     """|u|^2 of each leaf, (chains,), float64"""
     log_q_ratio: Tensor | None = None
     """Where it is known already (`update` and `noise` are then not kept)."""
+    step_to_noise: Tensor | None = None
+    """r = |u| / sigma, (chains,), float64, where it is known."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +61,50 @@ class Prolate:
 
     def propose(self, params: Leaves, update: Leaves, generator: torch.Generator) -> Move:
         sigmas = spread(self.sigma, len(params))
-        return _propose(params, update, sigmas, self.sigma_along, generator)
+        move = _propose(params, update, sigmas, self.sigma_along, generator)
+        return move._replace(step_to_noise=None if 0 in sigmas else self._squared_ratio(move.squares).sqrt())
+
+    def _squared_ratio(self, squares: Sequence[Tensor]) -> Tensor:
+        """a"""
+        return _sum(square / s**2 for square, s in zip(squares, spread(self.sigma, len(squares)), strict=True))
 
     def log_q_ratio(self, move: Move) -> Tensor:
         if move.log_q_ratio is not None:
             return move.log_q_ratio
         sigmas = spread(self.sigma, len(move.update))
-        a = _sum(square / s**2 for square, s in zip(move.squares, sigmas, strict=True))
+        a = self._squared_ratio(move.squares)
         cross = _sum(inner(u, e) / s for u, e, s in zip(move.update, move.noise, sigmas, strict=True))
         return self.combine(a, cross, move.along)
 
     def combine(self, a: Number, cross: Number, along: Number) -> Number:
         """log_q_ratio from a, sum_g u_g.eps_g / sigma_g and z: tensors, or numbers of one chain."""
         return (cross - (1 - self.sigma_along * along) * a) * (2 / (1 + self.sigma_along**2 * a))
+
+
+@dataclass(frozen=True)
+class Elementwise(Prolate):
+    r"""The proposal of the code released with the paper: it draws one law and evaluates the density of another.
+
+        tau = theta - u + sigma eps + sigma_along zeta * u,    zeta ~ N(0, I): a number for each WEIGHT
+
+    Its covariance is the diagonal sigma^2 + sigma_along^2 u_i^2, but the ratio is that of the rank-one `Prolate`,
+
+        log_q_ratio = 2 sum_g u_g.d_g / sigma_g^2 / (1 + sigma_along^2 a),    d = tau - theta
+
+    so Metropolis-Hastings does not correct for what was drawn. In many dimensions sum_i zeta_i u_i^2 averages out and the
+    ratio is about -2 / sigma_along^2 whatever the loss does. For replication only.
+    """
+
+    def propose(self, params: Leaves, update: Leaves, generator: torch.Generator) -> Move:
+        sigmas = spread(self.sigma, len(params))
+        moved = _propose(params, update, sigmas, 0.0, generator)
+        zetas = standard_normal(update, generator)
+        shifts = [u * z * self.sigma_along for u, z in zip(update, zetas, strict=True)]
+        proposed = tuple((widen(p) + s).to(p.dtype) for p, s in zip(moved.proposed, shifts, strict=True))
+        # as noise in units of sigma, so that the rank-one formula (with z = 0) sees the displacement that was made
+        noise = tuple(e + s / sigma for e, s, sigma in zip(moved.noise, shifts, sigmas, strict=True))
+        along = torch.zeros_like(moved.along)
+        return Move(proposed, update, noise, along, moved.squares, step_to_noise=self._squared_ratio(moved.squares).sqrt())
 
 
 @dataclass(frozen=True)

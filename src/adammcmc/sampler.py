@@ -5,6 +5,7 @@ Each step gathers the state from torch's own places (`param_groups`, `state`), c
 
 from __future__ import annotations
 
+import copy
 import difflib
 import logging
 import math
@@ -12,21 +13,24 @@ import numbers
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils import _pytree
 
-from adammcmc import kernels
 from adammcmc.acceptance import Minibatch, Test
 from adammcmc.closure import Closure, ClosurePotential
 from adammcmc.data import Examples
 from adammcmc.errors import NonFiniteLoss
-from adammcmc.kernel import ChainState, Info
+from adammcmc.health import Health, Monitor
+from adammcmc.kernel import ChainState, Info, Kernel
 from adammcmc.leaves import Leaves
 from adammcmc.packing import Packing
+from adammcmc.stateful import BatchNormPolicy, Layers
 from adammcmc.target import Prior, Target
+from adammcmc.tuning import Adaptation, BurnIn, Change
 
 __all__ = ["Params", "Sampler"]
 
@@ -44,6 +48,10 @@ class Sampler(torch.optim.Optimizer, ABC):
     its posterior is its prior.
     """
 
+    _target_acceptance: ClassVar[float]
+    """What burn-in tunes to, unless it is told otherwise."""
+    _tunes_sigma_along: ClassVar[bool] = False
+    _learns_preconditioner: ClassVar[bool] = False
     _own_caches: tuple[str, ...] = ()
     """Attributes of a subclass that are rebuilt when they are missing, and are not copied or pickled."""
 
@@ -56,6 +64,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         acceptance: Test | None,
         examples: Examples | None,
         fixed_data: bool,
+        batch_norm: BatchNormPolicy,
+        burn_in: BurnIn | int | None,
         generator: torch.Generator | None,
     ) -> None:
         self.target = target
@@ -70,6 +80,9 @@ class Sampler(torch.optim.Optimizer, ABC):
         self._carry: Any = None
         self._fingerprint: tuple[Any, ...] = ()
         self._left: Leaves | None = None
+        self._memory: Any = None
+        self._adaptation: Adaptation | None = None
+        self._monitor: Monitor | None = None
         self._checked_sigmas: tuple[float, ...] = ()
         super().__init__(params, defaults)
         if examples is not None and len(examples) != target.num_data:
@@ -82,10 +95,13 @@ class Sampler(torch.optim.Optimizer, ABC):
             # drawn from torch's default generator, so that torch.manual_seed fixes the run
             generator = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, ())))
         self.generator = generator
+        self._layers = Layers(batch_norm, self.device)
+        self.burn_in = BurnIn(num_steps=burn_in) if isinstance(burn_in, int) else burn_in
         self._frozen_at = torch.full((1,), -1, dtype=torch.int64, device=self.device)
         self._frozen_at_host = _host_copy(self._frozen_at)
         self._sum_acceptance = torch.zeros(1, dtype=torch.float64, device=self.device)
         self._kernel(self._layout())  # checks the hyper-parameters
+        self._start_burn_in()
 
     # --- what a subclass adds -----------------------------------------------------------------------------------
 
@@ -94,16 +110,31 @@ class Sampler(torch.optim.Optimizer, ABC):
         """Parameters with equal labels share a leaf (`Packing`)."""
 
     @abstractmethod
-    def _kernel(self, packing: Packing) -> kernels.AdamMCMCKernel | kernels.MALAKernel:
+    def _kernel(self, packing: Packing) -> Kernel:
         """The kernel with the present hyper-parameters of the groups, for these leaves."""
 
     @abstractmethod
-    def _gather(self, packing: Packing) -> Any:
-        """The direction's memory, from `self.state`."""
+    def _rescale(self, factor: float) -> None:
+        """Make the moves of all groups `factor` times as long."""
 
-    @abstractmethod
+    def _prepare(self, packing: Packing, potential: ClosurePotential, current: Leaves) -> None:
+        """What must be done before the step."""
+
+    def _gather(self, packing: Packing) -> Any:
+        """The kernel's memory in the layout of these leaves; None makes it start anew."""
+        return self._memory
+
     def _scatter(self, packing: Packing, memory: Any) -> None:
-        """The direction's memory, into `self.state`."""
+        """Keep the kernel's memory."""
+        self._memory = memory
+
+    def _remember(self, fields: tuple[Any, ...]) -> Any:
+        """The kernel's memory from its fields, as a saved state has them."""
+        return None
+
+    def _set_preconditioner(self, packing: Packing, diagonal: Leaves) -> None:
+        """Take this A."""
+        raise NotImplementedError
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -136,24 +167,29 @@ class Sampler(torch.optim.Optimizer, ABC):
         if (self._here is not None or self._carry is not None) and not self._is_as_left(packing):
             self._here = self._carry = None  # someone else wrote the weights, or changed the target: what was known is void
         current = packing.pack(packing.params, packing.memory[0])
+        self._layers.begin()
         potential = ClosurePotential(
             closures,
             packing,
             current,
             target=self.target,
             examples=self._examples,
+            layers=self._layers,
             fixed=self.fixed_data,
             must_check=self._here is None,
             name=self._name,
         )
-        state = ChainState(current, self._gather(packing), self._here, self._carry, self.num_steps, self._frozen_at)
         try:
+            self._prepare(packing, potential, current)
+            state = ChainState(current, self._gather(packing), self._here, self._carry, self.num_steps, self._frozen_at)
             state, info = kernel.step(state, potential, self.generator)
         except BaseException:
             potential.place(current)  # an error in the closure must not leave the proposal in the model
+            self._layers.abort()
             self._fingerprint = ()
             raise
         potential.place(state.params)
+        self._layers.end(info.is_accepted)
         self._scatter(packing, state.memory)
         self._here, self._carry = state.here, state.carry
         if state.frozen_at is not self._frozen_at:
@@ -164,7 +200,107 @@ class Sampler(torch.optim.Optimizer, ABC):
         self.num_steps += 1
         self._info = info
         self._sum_acceptance += info.acceptance_rate
+        if self.is_adapting:
+            self._adapt(packing, potential, state, info)
+        else:
+            self._watch_health(packing, potential, state, info)
         return info.loss[0]
+
+    def draw(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        """A draw: a copy of the model's state, which no later step touches. Refused while the settings still adapt."""
+        if self.is_adapting:
+            raise RuntimeError(
+                f"the sampler still adapts its settings (step {self.num_steps}): what it visits has no fixed distribution. "
+                "Collect draws when `sampler.is_adapting` is False."
+            )
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    # --- burn-in and health -------------------------------------------------------------------------------------
+
+    @property
+    def is_adapting(self) -> bool:
+        """Whether the settings still change, so that nothing should be collected."""
+        return self._adaptation is not None and not self._adaptation.is_done
+
+    def _start_burn_in(self) -> None:
+        if self.burn_in is None:
+            return
+        packing = self._layout()
+        prior, precision = self.target.prior, None
+        if prior is not None and (values := prior.precision(packing.params)) is not None:
+            full = [
+                torch.full(p.shape, value, dtype=torch.float64, device=p.device)
+                for p, value in zip(packing.params, values, strict=True)
+            ]
+            precision = tuple(leaf[0] for leaf in packing.join(full))
+        self._adaptation = Adaptation(
+            self.burn_in,
+            target=self._target_acceptance,
+            tunes_sigma_along=self._tunes_sigma_along,
+            precision=precision,
+            learns=self._learns_preconditioner,
+        )
+
+    def _adapt(self, packing: Packing, potential: ClosurePotential, state: ChainState, info: Info) -> None:
+        assert self._adaptation is not None
+        grad = potential.first_grad if state.here is None else state.here.grad
+        change = self._adaptation.observe(info.acceptance_rate, info.potential, info.step_to_noise, grad, self.target.scale)
+        self._apply(packing, potential, change)
+        if self._adaptation.is_done:
+            self._end_burn_in()
+
+    def _apply(self, packing: Packing, potential: ClosurePotential, change: Change) -> None:
+        self._rescale(change.factor)
+        if change.sigma_along is not None:
+            for group in self.param_groups:
+                group["sigma_along"] = change.sigma_along
+        if change.preconditioner is not None:
+            self._set_preconditioner(packing, change.preconditioner)
+
+    def _end_burn_in(self) -> None:
+        assert self._adaptation is not None
+        reached, target = self._adaptation.reached or 0.0, self._adaptation.target
+        if self._adaptation.settings.num_steps is None and not self._adaptation.is_flat:
+            warnings.warn(
+                f"burn-in ended after {self.num_steps} steps (max_steps) while U was still moving: draws from here on are not "
+                "from the target yet. Train the network first, or allow more steps.",
+                stacklevel=4,
+            )
+        if abs(reached - target) > 0.15:
+            warnings.warn(
+                f"burn-in reached an acceptance of {reached:.2f} instead of {target:.2f}. The step itself may be what is "
+                "rejected: lower lr, or allow more steps.",
+                stacklevel=4,
+            )
+
+    def _watch_health(self, packing: Packing, potential: ClosurePotential, state: ChainState, info: Info) -> None:
+        """Running sums; the temperature only at every tenth step, because it takes a pass over the weights."""
+        if self._monitor is None:
+            self._monitor = Monitor(
+                self.device, [self._name(i) for i in range(len(packing.params))], [p.numel() for p in packing.params]
+            )
+        self._monitor.add(info, self.target.scale)
+        if self._monitor.num_steps % 10 != 1:
+            return
+        leaves, grads = potential.known or (None, None) if state.here is None else (state.params, state.here.grad)
+        if leaves is not None and grads is not None:
+            params, grad = packing.views(leaves), packing.views(grads)
+            products = [torch.dot(p.reshape(-1), g.reshape(-1)) for p, g in zip(params, grad, strict=True)]
+            self._monitor.add_products(self.target.scale * torch.stack(products))
+
+    def health(self) -> Health:
+        """What the run says about itself since burn-in ended: numbers, and a verdict in words. Waits for the device."""
+        monitor = self._monitor or Monitor(self.device)
+        prior = self.target.prior
+        scaled_away = self._layers.scaled_away()
+        trainable = self._trainable()
+        return monitor.read(
+            is_exact=not self.approximations(),
+            has_proper_prior=prior is not None,
+            has_edge=prior is not None and prior.is_bounded,
+            is_adapting=self.is_adapting,
+            left_out=[self._name(i) for i, p in enumerate(trainable) if id(p) in scaled_away],
+        )
 
     @property
     def info(self) -> Info:
@@ -197,16 +333,23 @@ class Sampler(torch.optim.Optimizer, ABC):
 
     def approximations(self) -> list[str]:
         """Why the chain is not exact, in a few words each; empty if it is."""
-        return self._kernel(self._layout()).approximation(fixed_data=self.fixed_data)
+        kernel = self._kernel(self._layout())
+        layers = self._layers.approximations(fixed_data=self.fixed_data)
+        return kernel.approximation(fixed_data=self.fixed_data) + layers
 
     def describe(self) -> str:
         """The realised target in one line: density, temperature, data, prior, kernel, test, exact or approximate."""
         packing = self._layout()
         reasons = self.approximations()
+        layers = "".join(f" | {words}" for words in self._layers.describe())
         return (
-            f"{self.target}, P = {sum(p.numel() for p in packing.params)} | {self._kernel(packing).name}, {self.acceptance}"
-            f"{' (all data)' if self.fixed_data else ''} | " + (f"approximate: {'; '.join(reasons)}" if reasons else "exact")
+            f"{self.target}, P = {sum(p.numel() for p in packing.params)} | {self._kernel_name(packing)}, {self.acceptance}"
+            f"{' (all data)' if self.fixed_data else ''}{layers} | "
+            + (f"approximate: {'; '.join(reasons)}" if reasons else "exact")
         )
+
+    def _kernel_name(self, packing: Packing) -> str:
+        return str(getattr(self._kernel(packing), "name", type(self).__name__))
 
     # --- torch's contract ---------------------------------------------------------------------------------------
 
@@ -231,7 +374,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         try:
             if any(p.is_complex() for p in group["params"]):
                 raise ValueError("complex parameters cannot be sampled. Use torch.view_as_real and real parameters.")
-            self._sigma_along()
+            if "sigma_along" in self.defaults:
+                self._sigma_along()
         except ValueError:
             del self.param_groups[-1]
             raise
@@ -245,6 +389,9 @@ class Sampler(torch.optim.Optimizer, ABC):
             "num_steps": self.num_steps,
             "sum_acceptance": self._sum_acceptance.clone(),
             "frozen_at": self._frozen_at.clone(),
+            "memory": None if self._memory is None else copy.deepcopy(tuple(self._memory)),
+            "adaptation": None if self._adaptation is None else copy.deepcopy(self._adaptation.state_dict()),
+            "health": None if self._monitor is None else self._monitor.state_dict(),
         }
         return {**super().state_dict(), _OWN_KEY: own}
 
@@ -266,6 +413,17 @@ class Sampler(torch.optim.Optimizer, ABC):
         self._sum_acceptance.copy_(own["sum_acceptance"])
         self._frozen_at = own["frozen_at"].to(self.device, copy=True)
         self._frozen_at_host.copy_(self._frozen_at)
+        memory = _pytree.tree_map_only(Tensor, lambda x: x.to(self.device, copy=True), own.get("memory"))
+        self._memory = None if memory is None else self._remember(memory)
+        if self._adaptation is not None and own.get("adaptation") is not None:
+            self._adaptation.load_state_dict(copy.deepcopy(own["adaptation"]))
+        self._monitor = None
+        if own.get("health") is not None:
+            packing = self._layout()
+            self._monitor = Monitor(
+                self.device, [self._name(i) for i in range(len(packing.params))], [p.numel() for p in packing.params]
+            )
+            self._monitor.load_state_dict(own["health"])
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: all but caches, and the wrapper that a scheduler puts around `step`."""

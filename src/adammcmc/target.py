@@ -172,6 +172,10 @@ class Prior(ABC):
                 return None
             return torch.autograd.grad(value, leaves, materialize_grads=True)
 
+    def precision(self, params: Sequence[Tensor]) -> Sequence[float] | None:
+        """-(second derivative of `log_density`) for each tensor, where it is one number; None where it is not, or is zero."""
+        return None
+
     def check(self, params: Sequence[Tensor]) -> None:  # noqa: B027  (a prior without demands on shapes needs none)
         """Raise ValueError if the prior does not fit these parameters."""
 
@@ -252,6 +256,9 @@ class Gaussian(Prior):
 
     def grad(self, params: Sequence[Tensor]) -> Sequence[Tensor]:
         return [p.detach() * (-1.0 / s**2) for p, s in zip(params, self._scales(len(params)), strict=True)]
+
+    def precision(self, params: Sequence[Tensor]) -> Sequence[float]:
+        return [s**-2 for s in self._scales(len(params))]
 
     def __str__(self) -> str:
         if isinstance(self.scale, tuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -30,6 +31,8 @@ class Comparison:
     """log q(theta|tau) - log q(tau|theta), (chains,), float64."""
     may_move: Tensor
     """(chains,): False for a chain that is frozen; no test may accept it."""
+    log_uniform: Tensor | None = None
+    """log of the uniform number that decides, (chains,), float64, where the kernel brings its own; None: the test draws one."""
 
     @property
     def num_chains(self) -> int:
@@ -44,6 +47,19 @@ class Comparison:
         """Examples in this step's batch; None when the closure returned only their mean."""
         return self.here.losses.shape[1] if self.here.losses.dim() > 1 else None
 
+    def batch_noise(self) -> Tensor | None:
+        """s, the standard deviation of `batch_log_ratio` over batches, from the losses of this batch; 0 for fixed data.
+
+        s^2 = (lambda n)^2 var(l_i(tau) - l_i(theta)) / b * (1 - b / n). None where the closure returned only means.
+        """
+        if self.potential.fixed:
+            return torch.zeros_like(self.here.log_prior)
+        if (size := self.batch_size) is None or size < 2 or self._is_outside():
+            return None
+        difference = self.there().losses.double() - self.here.losses.double()
+        unseen = max(0.0, 1 - size * self.potential.inverse_temperature / self.potential.scale)
+        return difference.std(1) * (self.potential.scale * math.sqrt(unseen / size))
+
     def log_prior_difference(self) -> Tensor:
         """log prior(tau) - log prior(theta), (chains,), float64."""
         return self.potential.log_prior(self.proposed) - self.here.log_prior
@@ -53,11 +69,15 @@ class Comparison:
 
         Outside a bounded prior's support the loss is not asked for, where looking costs nothing (on the CPU).
         """
-        if self.potential.is_bounded and self.device.type == "cpu":
-            difference = self.log_prior_difference()
-            if bool((difference == -torch.inf).all()):
-                return difference
+        if self._is_outside():
+            return torch.full_like(self.here.log_prior, -torch.inf)
         return self.log_q_ratio() - self.potential.compare(self.here, self.there())
+
+    def _is_outside(self) -> bool:
+        """Whether all chains are known to have left the support of the prior (on the CPU, where looking costs nothing)."""
+        if not self.potential.is_bounded or self.device.type != "cpu":
+            return False
+        return bool((self.log_prior_difference() == -torch.inf).all())
 
     def current_losses(self, indices: slice | Tensor) -> Tensor:
         """l_i(theta) for chosen examples of the data set, (chains, len(indices)), float64."""
@@ -83,6 +103,8 @@ class Verdict(NamedTuple):
     is_current_finite: Tensor | None = None
     """Whether the losses that the test looked at were finite at the current point; None if it looked at no others than the
     step's own. A chain whose current loss is not finite freezes."""
+    log_ratio_noise: Tensor | None = None
+    """Standard deviation of Y as an estimate of the full-data Y: 0 where Y is exact; None where it is not known."""
 
 
 class Test(Protocol):

@@ -29,7 +29,8 @@ class Minibatch:
         log_uniform = _log_uniform(comparison, generator)
         size = comparison.batch_size
         num_examples = float("nan") if size is None else size
-        return _metropolis(comparison, comparison.batch_log_ratio(), log_uniform, num_examples), None
+        verdict = _metropolis(comparison, comparison.batch_log_ratio(), log_uniform, num_examples)
+        return verdict._replace(log_ratio_noise=comparison.batch_noise()), None
 
     def approximation(self, *, fixed_data: bool) -> str | None:
         return None if fixed_data else "the ratio is estimated on a minibatch, which heats the target"
@@ -72,7 +73,8 @@ class FullData:
                     "to the sampler, with a loss that returns one number for each example."
                 )
             # the batch is all data
-            return _metropolis(comparison, comparison.batch_log_ratio(), log_uniform, float("nan")), None
+            verdict = _metropolis(comparison, comparison.batch_log_ratio(), log_uniform, float("nan"))
+            return verdict._replace(log_ratio_noise=comparison.batch_noise()), None
 
         chunks = [slice(i, min(i + self.chunk_size, n)) for i in range(0, n, self.chunk_size)]
         # the proposal's own evaluations come first: they may need the batch, and put the proposed weights in place
@@ -83,7 +85,7 @@ class FullData:
         proposed = torch.cat([comparison.proposed_losses(c) for c in chunks], 1)
         log_ratio = fixed_part - potential.inverse_temperature * (proposed - current).sum(1)
         verdict = _metropolis(comparison, log_ratio, log_uniform, n)
-        verdict = verdict._replace(is_current_finite=is_finite(current.sum(1)))
+        verdict = verdict._replace(is_current_finite=is_finite(current.sum(1)), log_ratio_noise=torch.zeros_like(log_ratio))
         return verdict, torch.where(verdict.is_accepted[:, None], proposed, current)
 
     def _decide_early(
@@ -152,6 +154,8 @@ def _not_negative(losses: Tensor) -> Tensor:
 
 
 def _log_uniform(comparison: Comparison, generator: torch.Generator) -> Tensor:
+    if comparison.log_uniform is not None:
+        return comparison.log_uniform
     return torch.rand(comparison.num_chains, dtype=torch.float64, device=comparison.device, generator=generator).log()
 
 

@@ -1,0 +1,346 @@
+r"""What a run says about itself: running sums on the device, and a verdict in words.
+
+Each self-test has conditions under which it is valid, and only valid ones speak.
+
+- *At rest, a Metropolis chain accepts with 2 P(Y > 0).* Valid where Y is exact (fixed data, `FullData`).
+- *Configurational temperature*: E[theta . grad U] / P = 1. Valid for a proper prior whose edge is not met; by layer, those
+  whose length a BatchNorm cancels left out.
+- *Noise of the log ratio*: a minibatch test with noise s samples at about beta_eff(s) times the inverse temperature,
+  beta_eff = 2 w / (1/2 + w), w = exp(s^2 / 2) Phi(-s).
+- The loss has a say: the standard deviation of lambda * (change of the loss) is not far below 1.
+
+Errors come from batch means: the run in up to 64 stretches of equal length. A number whose stretches are still correlated has
+not settled, and is not judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adammcmc.kernel import Info
+
+__all__ = ["Finding", "Health", "Monitor", "beta_eff"]
+
+_BLOCK = 16  # steps that are summed at once
+_BATCHES = 64
+_ENOUGH_STEPS = 200
+_ENOUGH_DRAWS = 30  # effective ones, of U
+_SERIES = ("accepted", "rate", "rise", "known", "potential", "square", "change", "change_square", "noise", "beta", "finite")
+
+
+def beta_eff(noise: Tensor) -> Tensor:
+    """By what factor noise s in the log ratio lowers the inverse temperature, for small moves.
+
+    Example:
+        >>> [round(float(b), 2) for b in beta_eff(torch.tensor([0.0, 1.0, 10.0], dtype=torch.float64))]
+        [1.0, 0.69, 0.15]
+    """
+    w: Tensor = 0.5 * torch.special.erfcx(noise / math.sqrt(2))
+    return 2 * w / (0.5 + w)
+
+
+class Finding(NamedTuple):
+    """One thing that a self-test says."""
+
+    kind: str
+    """A short name: "no posterior", "adapting", "stuck", "no influence", "too hot", "unknown noise", "not at rest", "biased",
+    "temperature", "cannot tell"."""
+    says: str
+
+
+class Mean(NamedTuple):
+    """A mean over the run, with its standard error from batch means."""
+
+    value: float
+    error: float
+    is_settled: bool
+    """Whether the batches are nearly independent, so that the error can be trusted."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """What a run says about itself. `print` it for the verdict in words."""
+
+    num_steps: int
+    acceptance: float
+    """Mean of min(1, exp(Y))."""
+    twice_rises: float
+    """2 P(Y > 0), which equals `acceptance` in an exact chain at rest; NaN where Y is not known."""
+    temperature: float
+    """Configurational temperature over all weights; NaN where it is not valid."""
+    temperatures: dict[str, float]
+    """The same by layer."""
+    loss_influence: float
+    """Standard deviation of lambda times the change of the summed loss over a proposal."""
+    noise: float
+    """Root mean square noise s of the log ratio; 0 where it is exact, NaN where it is not known."""
+    beta_eff: float
+    """What that noise does to the inverse temperature: 1 is nothing."""
+    effective_draws: float
+    """Of U."""
+    rejected_not_finite: float
+    """Share of proposals where U was not finite (NaN, or outside of the prior)."""
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether no self-test complained."""
+        return not self.findings
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.is_healthy:
+            return (
+                f"no complaint: acceptance {self.acceptance:.2f}, about {self.effective_draws:.0f} effective draws of U in "
+                f"{self.num_steps} steps"
+            )
+        return "; ".join(finding.says for finding in self.findings)
+
+    def __str__(self) -> str:
+        return f"health: {self.verdict}."
+
+
+class _BatchSums:
+    """Sums of several series in at most 64 stretches of equal length, on the device; lengths are known to the host."""
+
+    def __init__(self, num_series: int, device: torch.device) -> None:
+        self.sums = torch.zeros(_BATCHES, num_series, dtype=torch.float64, device=device)
+        self.per_batch = 1
+        """Blocks in one batch."""
+        self.num_blocks = 0
+
+    def add(self, block: Tensor) -> None:
+        """The sums over one more block."""
+        if self.num_blocks == _BATCHES * self.per_batch:
+            half = self.sums[0::2] + self.sums[1::2]
+            self.sums.zero_()
+            self.sums[: _BATCHES // 2] = half
+            self.per_batch *= 2
+        self.sums[self.num_blocks // self.per_batch] += block
+        self.num_blocks += 1
+
+    def means(self) -> Tensor:
+        """(full batches, series), on the host."""
+        return self.sums[: self.num_blocks // self.per_batch].cpu() / (self.per_batch * _BLOCK)
+
+
+class Monitor:
+    """Running sums of a sampler's steps. `add` waits for nothing; `read` does.
+
+    Args:
+        device: of the chains.
+        layers: names of the layers whose temperature is taken.
+        sizes: the number of weights in each.
+    """
+
+    def __init__(self, device: torch.device, layers: Sequence[str] = (), sizes: Sequence[int] = ()) -> None:
+        self.device = device
+        self.layers, self.sizes = list(layers), list(sizes)
+        self.num_steps = 0
+        self._steps = _BatchSums(len(_SERIES), device)
+        self._products = _BatchSums(len(self.layers), device)
+        self._pending: list[Tensor | tuple[Info, float]] = []
+        self._pending_products: list[Tensor] = []
+
+    def add(self, info: Info, scale: float) -> None:
+        """One more step, of a target with U = scale * mean loss - log prior."""
+        self.num_steps += 1
+        self._pending.append((info, scale))
+        if len(self._pending) == _BLOCK:
+            self._steps.add(self._rows().sum(0))
+            self._pending = []
+
+    def add_products(self, products: Tensor) -> None:
+        """theta . grad U of each layer, at one point of the chain."""
+        self._pending_products.append(products.double())
+        if len(self._pending_products) == _BLOCK:
+            self._products.add(torch.stack(self._pending_products).sum(0))
+            self._pending_products = []
+
+    def _rows(self) -> Tensor:
+        """(pending steps, series); means over the chains."""
+        done = [row for row in self._pending if isinstance(row, Tensor)]
+        fresh = [row for row in self._pending if not isinstance(row, Tensor)]
+        if not fresh:
+            return torch.stack(done)
+        infos = Info(*(torch.stack([x.double() for x in column]) for column in zip(*(info for info, _ in fresh), strict=True)))
+        change = fresh[0][1] * (infos.proposed_loss - infos.loss)
+        known = infos.log_ratio.isnan().logical_not().double()
+        columns = {
+            "accepted": infos.is_accepted,
+            "rate": infos.acceptance_rate,
+            "rise": (infos.log_ratio > 0).double(),
+            "known": known,
+            "potential": infos.potential,
+            "square": infos.potential.square(),
+            "change": torch.where(change.isfinite(), change, 0.0),
+            "change_square": torch.where(change.isfinite(), change.square(), 0.0),
+            "noise": infos.log_ratio_noise.square(),
+            "beta": beta_eff(infos.log_ratio_noise),
+            "finite": infos.is_finite,
+        }
+        rows = torch.stack([columns[name].mean(1) for name in _SERIES], 1)
+        return torch.cat([torch.stack(done), rows]) if done else rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """All sums, as numbers and tensors."""
+        return {
+            "num_steps": self.num_steps,
+            "steps": (self._steps.sums.clone(), self._steps.per_batch, self._steps.num_blocks),
+            "products": (self._products.sums.clone(), self._products.per_batch, self._products.num_blocks),
+            "pending": self._rows() if self._pending else None,
+            "pending_products": torch.stack(self._pending_products) if self._pending_products else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with these sums."""
+        self.num_steps = state["num_steps"]
+        for sums, (values, per_batch, num_blocks) in ((self._steps, state["steps"]), (self._products, state["products"])):
+            sums.sums = values.to(self.device, copy=True)
+            sums.per_batch, sums.num_blocks = per_batch, num_blocks
+        self._pending = [] if state["pending"] is None else list(state["pending"].to(self.device).unbind())
+        products = state["pending_products"]
+        self._pending_products = [] if products is None else list(products.to(self.device).unbind())
+
+    # --- the verdict --------------------------------------------------------------------------------------------
+
+    def read(
+        self,
+        *,
+        is_exact: bool,
+        has_proper_prior: bool,
+        has_edge: bool,
+        is_adapting: bool = False,
+        left_out: Sequence[str] = (),
+    ) -> Health:
+        """The numbers and what they mean.
+
+        Args:
+            is_exact: whether the kernel claims to be exact, which decides how a failed self-test is put.
+            has_proper_prior: whether there is a posterior at all.
+            has_edge: whether the prior is zero somewhere.
+            is_adapting: whether the settings still change.
+            left_out: layers whose temperature is not defined.
+        """
+        batches = self._steps.means()
+        if len(batches) == 0:
+            batches = torch.full((1, len(_SERIES)), math.nan, dtype=torch.float64)
+        column = {name: batches[:, i] for i, name in enumerate(_SERIES)}
+        mean = {name: float(values.mean()) for name, values in column.items()}
+        is_known = mean["known"] == 1
+        gap = _mean(column["rate"] - 2 * column["rise"])
+        variance = max(0.0, mean["square"] - mean["potential"] ** 2)
+        potential = _mean(column["potential"])
+        draws = min(self.num_steps, variance / potential.error**2) if potential.error > 0 else 0.0
+        influence = math.sqrt(max(0.0, mean["change_square"] - mean["change"] ** 2))
+        share = 1 - mean["finite"]
+        kept = [i for i, name in enumerate(self.layers) if name not in left_out]
+        layers, total = self._temperatures(kept if has_proper_prior and not (has_edge and share > 0) else [])
+        findings = []
+
+        def find(kind: str, says: str) -> None:
+            findings.append(Finding(kind, says))
+
+        if not has_proper_prior:
+            find("no posterior", "the prior is flat and improper, so that there is no posterior to sample: give a `prior`")
+        if is_adapting:
+            find("adapting", "the settings still adapt: these are not draws yet")
+        if self.num_steps < _ENOUGH_STEPS:
+            find("cannot tell", f"cannot tell yet: {self.num_steps} steps of at least {_ENOUGH_STEPS}")
+        elif mean["accepted"] < 0.01:
+            why = "nearly all proposals fell outside of the prior" if share > 0.9 else "lower the noise (or the step)"
+            find("stuck", f"stuck: {mean['accepted']:.1%} of the proposals were accepted; {why}")
+        else:
+            if influence < 0.05:  # False for NaN: a test that never looks at the loss
+                find(
+                    "no influence",
+                    f"the loss has no influence: lambda times its change has a standard deviation of {influence:.2g}. Check "
+                    "num_data, inverse_temperature, and whether the loss is a mean",
+                )
+            if mean["beta"] < 0.9:
+                find(
+                    "too hot",
+                    f"too hot, by about {1 / mean['beta']:.3g} times in temperature: the log ratio, estimated on minibatches, "
+                    f"has noise s = {math.sqrt(mean['noise']):.3g}. Use larger batches, FullData(), or a smaller step",
+                )
+            elif math.isnan(mean["beta"]) and is_known:
+                find(
+                    "unknown noise",
+                    "the noise of the minibatch test is unknown, and likely too hot: return the losses of the examples "
+                    '(reduction="none") to have it measured',
+                )
+            self._judge_rest(find, column, gap, is_known and mean["noise"] == 0, is_exact)
+            if not (potential.is_settled and draws >= _ENOUGH_DRAWS):
+                find("cannot tell", f"cannot tell yet: about {draws:.0f} effective draws of U, or it still drifts")
+            else:
+                _judge_temperature(find, total, layers)
+        return Health(
+            num_steps=self.num_steps,
+            acceptance=mean["rate"],
+            twice_rises=2 * mean["rise"] if is_known else math.nan,
+            temperature=total.value,
+            temperatures={name: t.value for name, t in layers.items()},
+            loss_influence=influence,
+            noise=math.sqrt(mean["noise"]) if mean["noise"] >= 0 else math.nan,
+            beta_eff=mean["beta"],
+            effective_draws=draws,
+            rejected_not_finite=share,
+            findings=tuple(findings),
+        )
+
+    def _judge_rest(self, find: Any, column: dict[str, Tensor], gap: Mean, is_valid: bool, is_exact: bool) -> None:
+        """acceptance = 2 P(Y > 0), in both halves of the run."""
+        size = len(column["rate"]) // 2
+        if not is_valid or size < 8:
+            return
+        difference = column["rate"] - 2 * column["rise"]
+        halves = [_mean(difference[:size]), _mean(difference[size:])]
+        if abs(gap.value) < 4 * gap.error or abs(gap.value) < 0.01:
+            return
+        both = all(abs(half.value) > 2.5 * half.error for half in halves)
+        agree = abs(halves[0].value - halves[1].value) < 4 * math.hypot(halves[0].error, halves[1].error)
+        numbers = f"acceptance {float(column['rate'].mean()):.3f} is not 2 P(Y > 0) = {2 * float(column['rise'].mean()):.3f}"
+        if both and agree and not is_exact:
+            find("biased", f"{numbers}: it samples another distribution than its target")
+        else:
+            find("not at rest", f"{numbers}: the chain is still moving, or its closure is not what it claims")
+
+    def _temperatures(self, kept: list[int]) -> tuple[dict[str, Mean], Mean]:
+        batches = self._products.means()
+        nothing = Mean(math.nan, math.nan, False)
+        if not kept or len(batches) == 0:
+            return {}, nothing
+        layers = {self.layers[i]: _mean(batches[:, i] / self.sizes[i]) for i in kept}
+        return layers, _mean(batches[:, kept].sum(1) / sum(self.sizes[i] for i in kept))
+
+
+def _judge_temperature(find: Any, total: Mean, layers: dict[str, Mean]) -> None:
+    """Far from 1 by more than its error, and by more than 5%."""
+
+    def is_off(t: Mean, bar: float) -> bool:
+        return t.is_settled and abs(t.value - 1) > max(bar * t.error, 0.05)
+
+    if is_off(total, 4):
+        word = "colder" if total.value < 1 else "hotter"
+        find("temperature", f"{word} than the target: configurational temperature {total.value:.2f} +- {total.error:.2f}")
+    elif off := {name: t for name, t in layers.items() if is_off(t, 5)}:
+        words = ", ".join(f"{name} {t.value:.2f} +- {t.error:.2f}" for name, t in off.items())
+        find("temperature", f"layers at another temperature than the target: {words}")
+
+
+def _mean(batches: Tensor) -> Mean:
+    """Mean and standard error over batches; settled if neighbours do not resemble each other."""
+    n = len(batches)
+    centred = batches - batches.mean()
+    variance = float(centred.square().mean())
+    if n < 2 or not variance > 0:
+        return Mean(float(batches.mean()), 0.0 if n >= 2 and variance == 0 else math.nan, False)
+    correlation = float((centred[1:] * centred[:-1]).sum() / centred.square().sum())
+    return Mean(float(batches.mean()), math.sqrt(variance / (n - 1)), n >= 20 and correlation < 0.35)

@@ -1,0 +1,163 @@
+"""Algorithm 1 as printed, with another optimizer's step, and as the released code has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from adammcmc.acceptance import Minibatch, Test
+from adammcmc.direction import Adam, Direction, OptimizerStep
+from adammcmc.kernel import ChainState, Info, Once, settle, start
+from adammcmc.kernels.arguments import check_adam, check_noise, check_not_negative, check_proposal, times
+from adammcmc.leaves import Leaves, PerLeaf, flatten
+from adammcmc.proposal import Elementwise, Move, Prolate
+from adammcmc.target import Evaluation, Potential
+
+__all__ = ["AdamMCMCKernel", "adam_mcmc", "as_released", "optimizer_mcmc"]
+
+
+@dataclass(frozen=True)
+class AdamMCMCKernel:
+    """Algorithm 1: one update u for both directions, from a direction with memory. See `adam_mcmc`."""
+
+    direction: Direction
+    proposal: Prolate
+    acceptance: Test
+    name: str = "AdamMCMC (Algorithm 1)"
+    target_acceptance: ClassVar[float] = 0.6
+
+    def __post_init__(self) -> None:
+        check_noise(self.proposal.sigma, self.acceptance)
+
+    def init(self, params: Any, potential: Potential) -> ChainState:
+        return start(params, potential, self.direction.init)
+
+    def propose(self, params: Leaves, here: Evaluation, memory: Any, generator: torch.Generator) -> tuple[Move, Any]:
+        """m <- ..., u(m), tau ~ N(theta - u, Sigma(u)): the first half of Algorithm 1."""
+        assert here.grad is not None
+        update, memory = self.direction(here.grad, memory, params)
+        return self.proposal.propose(params, update, generator), memory
+
+    def step(self, state: ChainState, potential: Potential, generator: torch.Generator) -> tuple[ChainState, Info]:
+        params, _ = flatten(state.params)
+        here = state.here or potential.evaluate(params, with_grad=True)
+        move, memory = self.propose(params, here, state.memory, generator)
+        there = Once(lambda: potential.evaluate(move.proposed, with_grad=potential.fixed))
+        log_q_ratio = Once(lambda: self.proposal.log_q_ratio(move))
+        return settle(  # the Metropolis-Hastings correction, the second half of Algorithm 1
+            state,
+            potential,
+            generator,
+            acceptance=self.acceptance,
+            here=here,
+            move=move,
+            there=there,
+            log_q_ratio=log_q_ratio,
+            memory=memory,
+            keep=self.direction.keep,
+        )
+
+    def scaled(self, factor: float) -> AdamMCMCKernel:
+        """The same kernel with its noise `factor` times as large."""
+        return replace(self, proposal=replace(self.proposal, sigma=times(self.proposal.sigma, factor)))
+
+    def with_sigma_along(self, sigma_along: float) -> AdamMCMCKernel:
+        """The same kernel with this noise along the step."""
+        return replace(self, proposal=replace(self.proposal, sigma_along=sigma_along))
+
+    def approximation(self, *, fixed_data: bool) -> list[str]:
+        drawn = isinstance(self.proposal, Elementwise)
+        reasons = [
+            "noise drawn weight by weight, tested as if along one direction (as released)" if drawn else None,
+            "momentum without its correction C (Theorem 1)",
+            self.acceptance.approximation(fixed_data=fixed_data),
+        ]
+        return [reason for reason in reasons if reason is not None]
+
+
+def adam_mcmc(
+    lr: PerLeaf[float],
+    betas: PerLeaf[tuple[float, float]] = (0.99, 0.99),
+    eps: PerLeaf[float] = 1e-8,
+    *,
+    sigma: PerLeaf[float],
+    sigma_along: float = 0.0,
+    acceptance: Test | None = None,
+) -> AdamMCMCKernel:
+    r"""Algorithm 1 of the paper, as printed.
+
+        m1 <- beta1 m1 + (1 - beta1) grad V,    m2 <- beta2 m2 + (1 - beta2) (grad V)^2
+        u = lr * m1hat / (sqrt(m2hat) + eps)
+        tau = theta - u + sigma eps + sigma_along z u                    (z: one number for each step)
+        accept with min(1, exp(Y)),  Y = U(theta) - U(tau) + log q(theta|tau, m) - log q(tau|theta, m)
+
+    The momenta are kept on rejection. Target: p ~ exp(-U), **approximately**: the correction C of Theorem 1 is set to 1, as in
+    the paper. The bias is small only if the momentum carries little information on theta (see the docs, "What Algorithm 1
+    really samples"); `mala` is exact. lr = 0 is random walk Metropolis, and exact.
+
+    Cost: one forward and backward at theta and one forward at tau; for a density or fixed data one forward and backward in
+    all, at tau.
+
+    Args:
+        lr: Adam's learning rate. (A list gives one value to each leaf; likewise below.)
+        betas: Adam's decay rates.
+        eps: Adam's, the paper's delta.
+        sigma: standard deviation of the noise on one weight. 0 only with `AlwaysAccept`, where it gives Adam itself.
+        sigma_along: noise along the update in units of the update, the paper's sigma_Delta. Proposals alone are accepted
+            at a rate of at least 2 Phi(-1/sigma_along), however small sigma is.
+        acceptance: the test; `Minibatch()` by default.
+    """
+    check_adam(lr, betas)
+    check_not_negative("eps", eps)
+    check_proposal(sigma, sigma_along)
+    return AdamMCMCKernel(Adam(lr, betas, eps), Prolate(sigma, sigma_along), acceptance or Minibatch())
+
+
+def as_released(
+    lr: PerLeaf[float],
+    betas: PerLeaf[tuple[float, float]] = (0.99, 0.99),
+    eps: PerLeaf[float] = 1e-8,
+    *,
+    sigma: PerLeaf[float],
+    sigma_along: float = 0.0,
+    acceptance: Test | None = None,
+) -> AdamMCMCKernel:
+    r"""What the code released with the paper does in place of Algorithm 1. **For replication only: no detailed balance.**
+
+        tau = theta - u + sigma eps + sigma_along zeta * u               (zeta: one number for each WEIGHT)
+
+    with the density ratio of ONE scalar z (`proposal.Elementwise`). Nothing is left invariant: not the target, not a tempered
+    version of it. With many weights the ratio tends to exp(-2 / sigma_along^2) whatever was drawn, so that nearly every move
+    is taken: **approximate**, and close to Adam with added noise. Arguments and cost are those of `adam_mcmc`; the released
+    code also uses the batch's mean loss with lambda = 1, see `adammcmc.from_paper(..., loss="mean")`.
+    """
+    kernel = adam_mcmc(lr, betas, eps, sigma=sigma, sigma_along=sigma_along, acceptance=acceptance)
+    return replace(kernel, proposal=Elementwise(sigma, sigma_along), name="AdamMCMC as released (not Algorithm 1)")
+
+
+def optimizer_mcmc(
+    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+    *,
+    sigma: PerLeaf[float],
+    sigma_along: float = 0.0,
+    acceptance: Test | None = None,
+) -> AdamMCMCKernel:
+    """Algorithm 1 with the step of any `torch.optim` optimizer in place of Adam's: SGD, NAdam, RMSprop, ...
+
+        u = theta - (theta after the optimizer's step)
+
+    and the rest as in `adam_mcmc`. Target: p ~ exp(-U), **approximately**, for the same reason; weight decay makes u depend on
+    theta too. Cost: as `adam_mcmc`, and a copy of the optimizer's state.
+
+    Args:
+        make: builds the optimizer from a list of parameters, such as `functools.partial(torch.optim.SGD, lr=0.1)`.
+        sigma: as in `adam_mcmc`.
+        sigma_along: as in `adam_mcmc`.
+        acceptance: as in `adam_mcmc`.
+    """
+    check_proposal(sigma, sigma_along)
+    name = "Algorithm 1 with a torch optimizer's step"
+    return AdamMCMCKernel(OptimizerStep(make), Prolate(sigma, sigma_along), acceptance or Minibatch(), name)

@@ -1,0 +1,235 @@
+"""Momentum done exactly: metropolised underdamped Langevin dynamics, with HMC as its full refresh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adammcmc.acceptance import Minibatch, Test
+from adammcmc.kernel import ChainState, Info, Once, settle, start
+from adammcmc.kernels.arguments import check_not_negative, check_preconditioner, times
+from adammcmc.leaves import Leaves, PerLeaf, flatten, inner, select, spread, standard_normal, widen
+from adammcmc.proposal import Move
+from adammcmc.target import Evaluation, Potential
+
+__all__ = ["Momentum", "UnderdampedKernel", "hmc", "underdamped"]
+
+_KEPT = 0.97  # of the momentum at each step, where no friction is given
+_SHIFT = 0.05  # of the persistent uniform at each step
+
+
+class Momentum(NamedTuple):
+    """What the kernel remembers between steps."""
+
+    momentum: Leaves
+    """p = A^-1/2 v, N(0, I) at rest: the velocity in whitened units, so that a new A does not touch it."""
+    uniform: Tensor
+    """(chains,), float64, uniform on (-1, 1) at rest; its absolute value decides."""
+
+
+@dataclass(frozen=True)
+class UnderdampedKernel:
+    """A partial refresh of the momentum, then leapfrog steps and a test. See `underdamped`."""
+
+    step_size: PerLeaf[float]
+    friction: float | None
+    acceptance: Test
+    num_leapfrog: int = 1
+    persistent_uniform: bool = True
+    preconditioner: Leaves | None = None
+    structure: Any = None
+    name: str = "underdamped Langevin"
+    target_acceptance: ClassVar[float] = 0.85
+
+    def init(self, params: Any, potential: Potential) -> ChainState:
+        check_preconditioner(params, self.preconditioner, self.structure)
+        return start(params, potential)
+
+    def step(self, state: ChainState, potential: Potential, generator: torch.Generator) -> tuple[ChainState, Info]:
+        params, _ = flatten(state.params)
+        here = state.here or potential.evaluate(params, with_grad=True)
+        memory = state.memory or self._fresh(params, generator)
+        if self._is_unadjusted:
+            move, before, after = self._baoa(params, here, memory.momentum, potential.scale, generator)
+            there = Once(lambda: potential.evaluate(move.proposed, with_grad=True))
+            finish = Once(lambda: (torch.zeros_like(memory.uniform), after))
+        else:
+            before = self._refreshed(memory.momentum, generator)
+            move, half_way = self._leapfrog(params, here, before, potential)
+            there = Once(lambda: potential.evaluate(move.proposed, with_grad=True))
+            finish = Once(lambda: self._arrive(before, half_way, there(), potential.scale))
+        uniform = self._moved(memory.uniform, generator)
+        state, info = settle(
+            state,
+            potential,
+            generator,
+            acceptance=self.acceptance,
+            here=here,
+            move=move,
+            there=there,
+            log_q_ratio=Once(lambda: finish()[0]),
+            log_uniform=uniform.abs().log(),
+        )
+        flipped = tuple(-p for p in before)  # on rejection: without it momentum is created from nothing
+        if finish.value is None:  # the test rejected without asking
+            return state._replace(memory=Momentum(flipped, uniform)), info
+        momentum = select(info.is_accepted, finish.value[1], flipped)
+        # what is accepted keeps its height |uniform| * density, so that the uniform number is uniform again (Neal 2020)
+        uniform = torch.where(info.is_accepted, uniform * torch.exp(-info.log_ratio.nan_to_num(nan=0.0)), uniform)
+        return state._replace(memory=Momentum(momentum, uniform)), info
+
+    @property
+    def _is_unadjusted(self) -> bool:
+        """Nobody asks for a ratio, so that one gradient of whatever batch suffices."""
+        return not self.acceptance.needs_noise and self.num_leapfrog == 1
+
+    def _fresh(self, params: Leaves, generator: torch.Generator) -> Momentum:
+        like = tuple(widen(p) for p in params)
+        uniform = torch.rand(params[0].shape[0], dtype=torch.float64, device=params[0].device, generator=generator)
+        return Momentum(standard_normal(like, generator), 2 * uniform - 1)
+
+    def _kept(self, num_leaves: int) -> list[float]:
+        """c = exp(-friction h)"""
+        if self.friction is None:
+            return [_KEPT] * num_leaves
+        return [math.exp(-self.friction * h) if h > 0 else 1.0 for h in spread(self.step_size, num_leaves)]
+
+    def _scales(self, num_leaves: int) -> Sequence[float | Tensor]:
+        """h A^1/2"""
+        sizes = spread(self.step_size, num_leaves)
+        if self.preconditioner is None:
+            return sizes
+        return [h * a.sqrt() for h, a in zip(sizes, self.preconditioner, strict=True)]
+
+    def _refreshed(self, momentum: Leaves, generator: torch.Generator) -> Leaves:
+        """p <- c p + sqrt(1 - c^2) xi"""
+        noise = standard_normal(momentum, generator)
+        return tuple(
+            c * p + math.sqrt(1 - c**2) * xi for c, p, xi in zip(self._kept(len(momentum)), momentum, noise, strict=True)
+        )
+
+    def _moved(self, uniform: Tensor, generator: torch.Generator) -> Tensor:
+        """The number that decides: the last one moved on by a fixed amount, or a new one."""
+        if self.persistent_uniform:
+            return torch.remainder(uniform + _SHIFT + 1, 2) - 1
+        return 2 * torch.rand(uniform.shape, dtype=uniform.dtype, device=uniform.device, generator=generator) - 1
+
+    def _kick(self, momentum: Leaves, grad: Leaves | None, scale: float) -> Leaves:
+        """p - scale h A^1/2 g"""
+        assert grad is not None
+        scales = self._scales(len(momentum))
+        return tuple(p - widen(g) * r * scale for p, g, r in zip(momentum, grad, scales, strict=True))
+
+    def _drift(self, params: Leaves, momentum: Leaves, fraction: float = 1.0) -> Leaves:
+        """theta + h A^1/2 p"""
+        scales = self._scales(len(params))
+        moved = (widen(x) + p * r * fraction for x, p, r in zip(params, momentum, scales, strict=True))
+        return tuple(y.to(x.dtype) for y, x in zip(moved, params, strict=True))
+
+    def _leapfrog(self, params: Leaves, here: Evaluation, momentum: Leaves, potential: Potential) -> tuple[Move, Leaves]:
+        """All but the last half kick: the proposed point, and the momentum with which it was reached."""
+        half_way = self._kick(momentum, here.grad, potential.scale / 2)
+        proposed = self._drift(params, half_way)
+        for _ in range(self.num_leapfrog - 1):
+            half_way = self._kick(half_way, potential.evaluate(proposed, with_grad=True).grad, potential.scale)
+            proposed = self._drift(proposed, half_way)
+        return self._move(proposed, half_way), half_way
+
+    def _arrive(self, before: Leaves, half_way: Leaves, there: Evaluation, scale: float) -> tuple[Tensor, Leaves]:
+        """The last half kick: (|p|^2 - |p'|^2) / 2, and p'."""
+        after = self._kick(half_way, there.grad, scale / 2)
+        gained = [inner(b, b) - inner(a, a) for b, a in zip(before, after, strict=True)]
+        return 0.5 * torch.stack(gained).sum(0), after
+
+    def _baoa(
+        self, params: Leaves, here: Evaluation, momentum: Leaves, scale: float, generator: torch.Generator
+    ) -> tuple[Move, Leaves, Leaves]:
+        """Kick, half drift, refresh, half drift: one gradient a step, at whatever batch this step has."""
+        kicked = self._kick(momentum, here.grad, scale)
+        after = self._refreshed(kicked, generator)
+        proposed = self._drift(self._drift(params, kicked, 0.5), after, 0.5)
+        return self._move(proposed, kicked), momentum, after
+
+    def _move(self, proposed: Leaves, momentum: Leaves) -> Move:
+        squares = tuple(inner(p, p) for p in momentum)
+        return Move(proposed, (), (), squares[0], squares)
+
+    def scaled(self, factor: float) -> UnderdampedKernel:
+        """The same kernel with its step `factor` times as long."""
+        return replace(self, step_size=times(self.step_size, factor))
+
+    def with_preconditioner(self, diagonal: Leaves, structure: Any = None) -> UnderdampedKernel:
+        """The same kernel with this A."""
+        return replace(self, preconditioner=diagonal, structure=structure)
+
+    def approximation(self, *, fixed_data: bool) -> list[str]:
+        reason = self.acceptance.approximation(fixed_data=fixed_data)
+        return [] if reason is None else [reason]
+
+
+def underdamped(
+    step_size: PerLeaf[float],
+    friction: float | None = None,
+    *,
+    num_leapfrog: int = 1,
+    persistent_uniform: bool = True,
+    preconditioner: Any = None,
+    acceptance: Test | None = None,
+) -> UnderdampedKernel:
+    r"""Metropolised underdamped Langevin dynamics (Horowitz 1991): momentum and Metropolis, combined exactly. **Recommended.**
+
+        v <- c v + sqrt(1 - c^2) A^1/2 xi,      c = exp(-friction h),  v ~ N(0, A) at rest
+        v1 = v - (h/2) A g(theta),  tau = theta + h v1,  v2 = v1 - (h/2) A g(tau),      g = grad U, h = step_size
+        Y = U(theta) - U(tau) + (v' A^-1 v - v2' A^-1 v2) / 2
+        accept: (tau, v2);  reject: (theta, -v)
+
+    Target: p ~ exp(-U), **exactly**, for a density, for fixed data, and with `FullData` for minibatch gradients too. The flip
+    of the velocity on rejection is part of it. With `AlwaysAccept` it is the unadjusted sampler (kick, half drift, refresh,
+    half drift), **approximate**, one gradient of any batch a step.
+
+    Cost: for a density or fixed data `num_leapfrog` forwards and backwards; otherwise one more. With `AlwaysAccept` one.
+
+    Args:
+        step_size: h. Tune it to an acceptance near 0.85. (A list gives one value to each leaf.)
+        friction: how fast the velocity is forgotten. None keeps 0.97 of it at each step, whatever h is; `math.inf` is a full
+            refresh: MALA with step h^2 / 2, or HMC if num_leapfrog > 1 (`hmc`).
+        num_leapfrog: steps between two refreshes and tests.
+        persistent_uniform: decide by a uniform number that moves by a fixed amount at each step instead of a fresh one, so that
+            rejections come in clusters and the velocity lives longer in between (Neal 2020). Exact as well.
+        preconditioner: diagonal A, positive, in the structure of the parameters (without a chain axis), fixed while sampling.
+        acceptance: the test; `Minibatch()` by default.
+    """
+    check_not_negative("step_size", step_size)
+    if friction is not None and not friction >= 0:
+        raise ValueError(f"`friction` must not be negative, got {friction}.")
+    if not num_leapfrog >= 1:
+        raise ValueError(f"`num_leapfrog` must be at least 1, got {num_leapfrog}.")
+    diagonal, structure = (None, None) if preconditioner is None else flatten(preconditioner)
+    return UnderdampedKernel(
+        step_size, friction, acceptance or Minibatch(), num_leapfrog, persistent_uniform, diagonal, structure
+    )
+
+
+def hmc(
+    step_size: PerLeaf[float], num_leapfrog: int = 10, *, preconditioner: Any = None, acceptance: Test | None = None
+) -> UnderdampedKernel:
+    """Hamiltonian Monte Carlo: `underdamped` with a new momentum at each step, and a fresh uniform number.
+
+        v ~ N(0, A);  num_leapfrog leapfrog steps of size h;  accept with min(1, exp(Y))
+
+    Target: p ~ exp(-U), **exactly**, under the conditions of `underdamped`. Cost: `num_leapfrog` forwards and backwards.
+    """
+    kernel = underdamped(
+        step_size,
+        math.inf,
+        num_leapfrog=num_leapfrog,
+        persistent_uniform=False,
+        preconditioner=preconditioner,
+        acceptance=acceptance,
+    )
+    return replace(kernel, name="HMC")

@@ -1,0 +1,330 @@
+"""Layers with state, under several evaluations of one loss: dropout, BatchNorm, and any buffer that moves.
+
+A Metropolis step evaluates one loss at two points. Both must be the same function of the weights, so
+
+- *dropout* (any use of torch's random numbers) gets the same numbers in all evaluations of a step, hence the same mask;
+- *BatchNorm* in training mode follows a stated policy. `"batch"`: statistics of the batch; its running buffers, like any
+  buffer that a forward moves, move once on acceptance and are put back bit for bit on rejection. `"frozen"`: the layer runs on
+  its running statistics, which stay as they are.
+
+Which layers there are is seen by watching the modules that the closure calls; no model has to be handed over.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from adammcmc.errors import PerExampleLossRequired, StochasticClosure
+
+__all__ = ["BatchNormPolicy", "ClosureReport", "Layers", "check_closure"]
+
+BatchNormPolicy = Literal["batch", "frozen"]
+
+
+@dataclass
+class _Seen:
+    """The modules that were called, in order, with their buffers as they were before the first call."""
+
+    modules: dict[nn.Module, bool] = field(default_factory=dict)
+    """Whether each was in training mode."""
+    buffers: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
+    frozen: list[nn.Module] = field(default_factory=list)
+
+    def name(self, module: nn.Module) -> str:
+        """As the outermost module calls it."""
+        for root in self.modules:
+            for name, part in root.named_modules():
+                if part is module:
+                    return f"'{name}' ({type(module).__name__})" if name else type(module).__name__
+        return type(module).__name__
+
+    def moved(self) -> list[tuple[nn.Module, str]]:
+        """The buffers that are not what they were."""
+        return [
+            key for key, before in self.buffers.items() if not _equal(_buffer(key), before)
+        ]  # looks at values (and waits for the device), because BatchNorm leaves no trace in version counters
+
+    def put_back(self) -> None:
+        """All buffers as they were."""
+        for key, before in self.buffers.items():
+            _buffer(key).copy_(before)
+
+    def dropouts(self) -> list[nn.Module]:
+        """The dropout layers that were at work."""
+        return [m for m, training in self.modules.items() if training and isinstance(m, _DropoutNd) and m.p > 0]
+
+    def batch_norms(self) -> list[nn.Module]:
+        """The BatchNorm layers that used statistics of the batch."""
+        return [m for m, training in self.modules.items() if training and isinstance(m, _BatchNorm) and m not in self.frozen]
+
+
+@contextmanager
+def _watch(policy: BatchNormPolicy) -> Iterator[_Seen]:
+    """Record the modules that are called inside."""
+    seen = _Seen()
+
+    def before(module: nn.Module, args: Any) -> None:
+        if module in seen.modules:
+            return
+        seen.modules[module] = module.training
+        for key, value in module._buffers.items():
+            if value is not None:
+                seen.buffers[module, key] = value.detach().clone()
+        if policy == "frozen" and isinstance(module, _BatchNorm) and module.training:
+            module.training = False
+            seen.frozen.append(module)
+
+    hook = register_module_forward_pre_hook(before)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+        for module in seen.frozen:
+            module.training = True
+
+
+class Layers:
+    """The stateful layers of a sampler's closure, through its steps.
+
+    Args:
+        policy: what BatchNorm in training mode does.
+        device: where the model is, whose random numbers count as well.
+    """
+
+    def __init__(self, policy: BatchNormPolicy, device: torch.device) -> None:
+        if policy not in ("batch", "frozen"):
+            raise ValueError(f"`batch_norm` must be 'batch' or 'frozen', got {policy!r}.")
+        self.policy = policy
+        self._device = device
+        self._seen: _Seen | None = None
+        self._moving: list[tuple[nn.Module, str]] = []
+        self._watched: list[tuple[nn.Module, bool]] = []
+        self._backup: list[Tensor] = []
+        self._numbers: list[Tensor] = []
+        self._num_evaluations = 0
+
+    def begin(self) -> None:
+        """A new step: what is there now is what a rejection returns to."""
+        self._num_evaluations = 0
+        if self._seen is not None and any(module.training != training for module, training in self._watched):
+            self._seen = None  # someone called train() or eval(): look again
+        self._backup = [_buffer(key).detach().clone() for key in self._moving]
+
+    @contextmanager
+    def evaluation(self, *, same_numbers: bool = True) -> Iterator[None]:
+        """One evaluation of the closure: with the random numbers and the buffers of the step's first one."""
+        if self._num_evaluations > 0:
+            self._put_back()
+        self._num_evaluations += 1
+        if self._num_evaluations == 1 or not same_numbers:
+            self._numbers = self._numbers if not same_numbers else _random_state(self._device)
+            with self._modes():
+                yield
+            return
+        later = _random_state(self._device)
+        _set_random_state(self._numbers, self._device)
+        try:
+            with self._modes():
+                yield
+        finally:
+            _set_random_state(later, self._device)
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        if self._seen is None:
+            with _watch(self.policy) as seen:
+                try:
+                    yield
+                except BaseException:
+                    seen.put_back()
+                    raise
+            self._learn(seen)
+            return
+        for module in self._seen.frozen:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in self._seen.frozen:
+                module.training = True
+
+    def _learn(self, seen: _Seen) -> None:
+        for module in seen.frozen:
+            _check_has_statistics(module, seen)
+        self._seen = seen
+        self._moving = seen.moved()
+        self._backup = [seen.buffers[key] for key in self._moving]
+        seen.buffers.clear()
+        concerned = (m for m in seen.modules if isinstance(m, _BatchNorm | _DropoutNd) or m._buffers)
+        self._watched = [(m, seen.modules[m]) for m in concerned]
+
+    def _put_back(self) -> None:
+        for key, before in zip(self._moving, self._backup, strict=True):
+            _buffer(key).copy_(before)
+
+    def end(self, is_accepted: Tensor) -> None:
+        """Buffers stay as the last evaluation left them if it was accepted, and else return to what they were."""
+        if not self._moving:
+            return
+        if is_accepted.device.type == "cpu":
+            if not bool(is_accepted):
+                self._put_back()
+            return
+        for key, before in zip(self._moving, self._backup, strict=True):
+            now = _buffer(key)
+            now.copy_(torch.where(is_accepted, now, before))
+
+    def abort(self) -> None:
+        """An error: nothing of this step stays."""
+        self._put_back()
+
+    # --- what is said of them ---------------------------------------------------------------------------------------
+
+    def at_fault(self) -> str:
+        """The layers that make two calls differ, by name; empty if there are none."""
+        seen = self._seen
+        return "" if seen is None else ", ".join(seen.name(m) for m in seen.dropouts())
+
+    def describe(self) -> list[str]:
+        """What stateful layers do, in a few words each; known after the first step."""
+        if self._seen is None:
+            return []
+        words = []
+        if self._seen.batch_norms():
+            words.append("BatchNorm: batch statistics, buffers move on acceptance only")
+        if self._seen.frozen:
+            words.append("BatchNorm: frozen statistics")
+        if self._seen.dropouts():
+            words.append("dropout: one mask for both sides of a step")
+        return words
+
+    def approximations(self, *, fixed_data: bool) -> list[str]:
+        """Why the loss is not a fixed sum over the examples."""
+        if self._seen is None or fixed_data:
+            return []
+        reasons = ["dropout draws a new mask at each step"] if self._seen.dropouts() else []
+        return reasons + (["batch statistics tie the loss of an example to its batch"] if self._seen.batch_norms() else [])
+
+    def scaled_away(self) -> set[int]:
+        """Identities of the weights right before a BatchNorm with batch statistics, whose length has no influence."""
+        modules = list(self._seen.modules) if self._seen is not None else []
+        norms = set(self._seen.batch_norms()) if self._seen is not None else set()
+        pairs = itertools.pairwise(modules)
+        return {id(p) for module, after in pairs if after in norms for p in module._parameters.values() if p is not None}
+
+    def example_losses(self, evaluate: Callable[[], Tensor]) -> Tensor:
+        """Losses of single examples: they exist only if no layer looks at the batch or draws random numbers."""
+        before = _random_state(self._device)
+        with _watch(self.policy) as seen:
+            losses = evaluate()
+        if layers := [seen.name(m) for m in seen.batch_norms()]:
+            seen.put_back()
+            raise PerExampleLossRequired(
+                f"the loss of a single example does not exist: {', '.join(layers)} uses the statistics of its batch. Set "
+                "batch_norm='frozen' in the sampler, or call model.eval()."
+            )
+        after = _random_state(self._device)
+        if seen.dropouts() or not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+            layers = [seen.name(m) for m in seen.dropouts()]
+            raise StochasticClosure(
+                "the acceptance test remembers the losses of the examples, so they must be a function of the weights, but the "
+                f"loss draws random numbers{': ' + ', '.join(layers) if layers else ''}. Call model.eval()."
+            )
+        return losses
+
+
+class ClosureReport(NamedTuple):
+    """What two calls of a closure at the same weights gave."""
+
+    losses: tuple[float, float]
+    """Mean loss of each call."""
+    is_deterministic: bool
+    """Whether the two calls agreed bit for bit."""
+    random_layers: list[str]
+    """Dropout layers at work."""
+    batch_layers: list[str]
+    """BatchNorm layers that use the statistics of the batch."""
+    moved_buffers: list[str]
+    """Buffers that a call changes."""
+
+    def __str__(self) -> str:
+        lines = [
+            "two calls at the same weights agree bit for bit"
+            if self.is_deterministic
+            else f"two calls at the same weights differ: {self.losses[0]:.8g} and {self.losses[1]:.8g}"
+        ]
+        for words, names in (
+            ("random at each call", self.random_layers),
+            ("use statistics of the batch", self.batch_layers),
+            ("moved by a call", self.moved_buffers),
+        ):
+            if names:
+                lines.append(f"{words}: {', '.join(names)}")
+        return "; ".join(lines)
+
+
+@torch.no_grad()
+def check_closure(closure: Callable[[], Tensor]) -> ClosureReport:
+    """Call the closure twice at the same weights, and name the layers that make a difference. Buffers are put back.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        >>> x = torch.randn(8, 3)
+        >>> report = check_closure(lambda: model(x).square().mean())
+        >>> report.is_deterministic, report.random_layers
+        (False, ["'1' (Dropout)"])
+    """
+    with _watch("batch") as seen:
+        first = closure().detach().clone()
+        second = closure().detach().clone()
+    moved = seen.moved()
+    seen.put_back()
+    return ClosureReport(
+        (float(first.double().mean()), float(second.double().mean())),
+        first.shape == second.shape and bool(torch.equal(first, second)),
+        [seen.name(m) for m in seen.dropouts()],
+        [seen.name(m) for m in seen.batch_norms()],
+        [f"{seen.name(module)}.{key}" for module, key in moved],
+    )
+
+
+def _buffer(key: tuple[nn.Module, str]) -> Tensor:
+    value = key[0]._buffers[key[1]]
+    assert value is not None
+    return value
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.device == b.device and bool(torch.equal(a.detach(), b))
+
+
+def _check_has_statistics(module: nn.Module, seen: _Seen) -> None:
+    count = getattr(module, "num_batches_tracked", None)
+    if count is None or int(count) == 0:
+        raise ValueError(
+            f"batch_norm='frozen', but {seen.name(module)} has no running statistics yet. Train first (or run some batches in "
+            "training mode), or take batch_norm='batch'."
+        )
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def _set_random_state(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
