@@ -1,7 +1,7 @@
 """Three small network posteriors, a long HMC reference for each, and what every kernel makes of them.
 
     python -m benchmarks.networks reference [--device cuda] [--chains 128]     # writes benchmarks/reference/*.safetensors
-    python -m benchmarks.networks compare [--gradients 10000] [--chains 8]     # prints the table of the docs
+    python -m benchmarks.networks compare [--gradients 5000] [--chains 8]      # prints the table of the docs
     python -m benchmarks.networks two-sided [--output docs/assets/two_sided.png]
 
 The data ship with scikit-learn. Tanh networks, weights N(0, 4 / fan-in), biases N(0, 1), lambda = 1: diabetes 10-50-1 (squared
@@ -17,7 +17,8 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,20 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from adammcmc import AlwaysAccept, BurnIn, Gaussian, Kernel, Underdamped, kernels, sample_density
+from adammcmc import (
+    AlwaysAccept,
+    BurnIn,
+    Density,
+    Gaussian,
+    Kernel,
+    Underdamped,
+    kernels,
+    sample_density,
+    two_sided,
+    warm_up,
+)
+from adammcmc.proposal import Prolate
+from adammcmc.tuning import momentum_spread
 
 FOLDER = Path(__file__).parent / "reference"
 NAMES = ("diabetes", "cancer", "digits")
@@ -170,7 +184,13 @@ def make_reference(name: str, device: str, num_chains: int, num_steps: int, num_
     initial = p.trained(num_chains)
     kernel = kernels.hmc(1e-2, num_leapfrog)
     draws, info = sample_density(
-        p.log_density, initial, kernel, num_steps=num_steps, burn_in=num_steps // 2, gap=5, tune=BurnIn(num_steps=num_steps // 4)
+        p.log_density,
+        initial,
+        kernel,
+        num_steps=num_steps,
+        burn_in=num_steps // 2,
+        gap=5,
+        tune=BurnIn(num_steps=num_steps // 4),
     )
     values = torch.stack([p.predict(draws[:, i]) for i in range(draws.shape[1])], 1)  # (chains, draws, outputs)
     ess = effective_size(values.cpu())
@@ -229,25 +249,27 @@ def error(mean: Tensor, sd: Tensor, reference: Reference) -> float:
     return float((square.mean() / reference.sd.square().mean()).sqrt())
 
 
-def measure(
-    p: Problem, kernel: Kernel, initial: Tensor, gradients: int, per_step: int = 1, tune: BurnIn | None = None, seed: int = 0
-) -> dict[str, float]:
-    """Run chains with `gradients` gradients each, after a burn-in of half as many; means over the chains."""
+def outputs(p: Problem, draws: Tensor) -> Tensor:
+    """What the network says before sigmoid or softmax, (chains, draws, outputs)."""
+    with torch.no_grad():
+        return torch.stack([p.forward(draws[:, i], p.test_inputs).flatten(1) for i in range(draws.shape[1])], 1)
+
+
+def measure(p: Problem, kernel: Kernel, initial: Tensor, gradients: int, per_step: int = 1, seed: int = 0) -> dict[str, float]:
+    """Run chains with `gradients` gradients each; means over the chains."""
     reference = load_reference(p.name)
-    steps, burn_in = gradients // per_step, gradients // (2 * per_step)
-    gap = max(1, steps // 2000)
+    steps = gradients // per_step
     draws, info = sample_density(
-        p.log_density, initial, kernel, num_steps=steps + burn_in, burn_in=burn_in, gap=gap, tune=tune, seed=seed, progress=False
+        p.log_density, initial, kernel, num_steps=steps, gap=max(1, steps // 2500), seed=seed, progress=False
     )
     values = torch.stack([p.predict(draws[:, i]) for i in range(draws.shape[1])], 1)
     errors = [error(v.mean(0), v.std(0), reference) for v in values]
-    ess = effective_size(values)[reference.sd > 0.02 * reference.sd.max()]
     return {
         "W2": sum(errors) / len(errors),
-        "sd": float((values.std(1).mean(0)).mean() / reference.sd.mean()),
+        "sd": float(values.std(1).mean() / reference.sd.mean()),
         "acceptance": float(info.acceptance_rate.mean()),
         "U": float(info.potential.mean()),
-        "ess": float(ess.median()) / (len(initial) * gradients),
+        "ess": float(effective_size(outputs(p, draws)).median()) / (len(initial) * gradients),
     }
 
 
@@ -271,41 +293,110 @@ def run_defaults(p: Problem, num_steps: int, seed: int = 0) -> dict[str, float]:
     while sampler.is_adapting:
         sampler.step(closure)
         burn_in += 1
-    values, potentials = [], []
+    draws, potentials = [], []
     for step in range(num_steps):
         sampler.step(closure)
         potentials.append(float(sampler.info.potential))
-        if step % 5 == 4:
-            values.append(p.predict(torch.nn.utils.parameters_to_vector(model.parameters())[None])[0])
-    kept = torch.stack(values)
-    ess = effective_size(kept[None])[reference.sd > 0.02 * reference.sd.max()]
+        if step % 4 == 3:
+            draws.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+    kept = torch.stack(draws)
+    values = p.predict(kept)
     health = sampler.health()
     return {
-        "W2": error(kept.mean(0), kept.std(0), reference),
-        "sd": float(kept.std(0).mean() / reference.sd.mean()),
+        "W2": error(values.mean(0), values.std(0), reference),
+        "sd": float(values.std(0).mean() / reference.sd.mean()),
         "acceptance": health.acceptance,
         "U": sum(potentials) / len(potentials),
-        "ess": float(ess.median()) / num_steps,
+        "ess": float(effective_size(outputs(p, kept[None])).median()) / num_steps,
         "burn_in": burn_in,
         "healthy": float(health.is_healthy),
     }
 
 
-def contenders(p: Problem) -> dict[str, tuple[Any, int, BurnIn | None]]:
-    """Kernel, gradients in a step, tuning."""
-    tune, scalar = BurnIn(), BurnIn(learn_preconditioner=False)
-    adam = {"lr": 1e-3, "betas": (0.99, 0.99)}
+def contenders(p: Problem, initial: Tensor) -> dict[str, tuple[Kernel, Tensor, int]]:
+    """Each kernel, adapted from the trained points in a burn-in of its own; where its chains are; gradients in a step."""
+
+    def tuned(kernel: Any, **options: Any) -> tuple[Any, Tensor]:
+        return warm_up(p.log_density, initial, kernel, tune=BurnIn(num_steps=3000, **options), progress=False)
+
+    adam: dict[str, Any] = {"lr": 1e-3, "betas": (0.99, 0.99)}
+    underdamped, at_rest = tuned(kernels.underdamped(1e-3))
+    assert isinstance(underdamped, kernels.UnderdampedKernel)
+    hmc, after_hmc = warm_up(p.log_density, initial, kernels.hmc(1e-3, 10), tune=BurnIn(num_steps=500), progress=False)
+    density = Density(p.log_density)
+    spread = momentum_spread(
+        density,
+        (at_rest,),
+        density.evaluate((at_rest,), with_grad=True),
+        Prolate(2e-3, 4.0),
+        1e-3,
+        torch.Generator().manual_seed(0),
+    )
+    exact, after_exact = tuned(kernels.exact_adam_mcmc(**adam, sigma=2e-3, momentum_spread=spread))
+    algorithm_1, after_1 = tuned(kernels.adam_mcmc(**adam, sigma=1e-3))
+    released, after_released = tuned(kernels.as_released(**adam, sigma=1e-3))
     return {
-        "`underdamped`, unadjusted": (kernels.underdamped(0.05, acceptance=AlwaysAccept()), 1, None),
-        "`underdamped`": (kernels.underdamped(1e-3), 1, tune),
-        "`underdamped`, fresh uniform": (kernels.underdamped(1e-3, persistent_uniform=False), 1, tune),
-        "`hmc`, 10 leapfrog steps": (kernels.hmc(1e-3, 10), 10, tune),
-        "`mala`, preconditioned": (kernels.mala(1e-5), 1, tune),
-        "`mala`": (kernels.mala(1e-5), 1, scalar),
-        "`exact_adam_mcmc`": (kernels.exact_adam_mcmc(**adam, sigma=1e-3, momentum_spread=(1.0, 1.0)), 1, tune),
-        "random walk": (kernels.adam_mcmc(0.0, sigma=1e-3), 1, BurnIn(target_acceptance=0.25, proposal_acceptance=None)),
-        "`adam_mcmc` (Algorithm 1)": (kernels.adam_mcmc(**adam, sigma=1e-3), 1, tune),
+        "`underdamped`, unadjusted": (replace(underdamped, acceptance=AlwaysAccept()), at_rest, 1),
+        "`underdamped`": (underdamped, at_rest, 1),
+        "`underdamped`, fresh uniform": (replace(underdamped, persistent_uniform=False), at_rest, 1),
+        "`hmc`, 10 leapfrog steps": (hmc, after_hmc, 10),
+        "`mala`, preconditioned": (*tuned(kernels.mala(1e-5)), 1),
+        "`mala`": (*tuned(kernels.mala(1e-5), learn_preconditioner=False), 1),
+        "`exact_adam_mcmc`": (exact, after_exact, 1),
+        "random walk": (
+            *tuned(kernels.adam_mcmc(0.0, sigma=1e-3), target_acceptance=0.25, proposal_acceptance=None),
+            1,
+        ),
+        "`adam_mcmc` (Algorithm 1)": (algorithm_1, after_1, 1),
+        "`as_released`": (released, after_released, 1),
     }
+
+
+def compare(names: Sequence[str], gradients: int, num_chains: int) -> None:
+    """The table of the docs."""
+    cells: dict[str, list[str]] = {}
+    for name in names:
+        p = problem(name)
+        initial = p.trained(num_chains)
+        for label, (kernel, start, per_step) in contenders(p, initial).items():
+            m = measure(p, kernel, start, gradients, per_step)
+            text = f"{m['W2']:.2f} ({m['sd']:.2f}) | {1e3 * m['ess']:.1f} | {m['acceptance']:.2f}"
+            print(f"{name}: {label}: {text} | U {m['U']:.0f}", flush=True)
+            cells.setdefault(label, []).append(text)
+        d = run_defaults(p, gradients)
+        text = f"{d['W2']:.2f} ({d['sd']:.2f}) | {1e3 * d['ess']:.1f} | {d['acceptance']:.2f}"
+        print(f"{name}: `Underdamped` at its defaults: {text} | U {d['U']:.0f}, burn-in {d['burn_in']:.0f}", flush=True)
+        cells.setdefault("**`Underdamped`, one chain, at its defaults**", []).append(text)
+    print("\n| kernel | " + " | ".join(f"{n}: W2 (sd) | ESS | acceptance" for n in names) + " |")
+    print("|---" * (1 + 3 * len(names)) + "|")
+    for label, row in cells.items():
+        print(f"| {label} | " + " | ".join(row) + " |")
+
+
+def draw_two_sided(output: Path, name: str = "digits", num_steps: int = 3000) -> None:
+    """U from the reference and from the optimum, for an exact kernel and for Algorithm 1."""
+    from matplotlib.figure import Figure
+
+    p, reference = problem(name), load_reference(name)
+    initial = p.trained(len(reference.draws))
+    adam: dict[str, Any] = {"lr": 1e-3, "betas": (0.99, 0.99)}
+    panels = {
+        "`underdamped`: exact": kernels.underdamped(1e-3),
+        "`adam_mcmc`: Algorithm 1": kernels.adam_mcmc(**adam, sigma=1e-3),
+    }
+    figure = Figure(figsize=(10.5, 3.8), layout="constrained")
+    for axes, (label, kernel) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
+        tuned, _ = warm_up(p.log_density, initial, kernel, tune=BurnIn(num_steps=2000), progress=False)
+        test = two_sided(p.log_density, tuned, reference.draws, initial, num_steps=num_steps, progress=False)
+        print(f"{label}: {test.verdict} (drift {test.drift:.1f}, gap {test.gap:.1f} standard errors)", flush=True)
+        axes.axhline(reference.potential, color="0.6", linewidth=3, label="the target's level (long HMC)")
+        axes.plot(test.from_reference.mean(0), color="#0072B2", label="from draws of the target")
+        axes.plot(test.from_optimum.mean(0), color="#D55E00", label="from the optimum")
+        axes.set_title(label.replace("`", ""))
+        axes.set_xlabel("step")
+    figure.axes[0].set_ylabel("U, mean over 16 chains")
+    figure.axes[0].legend(loc="center right", framealpha=0.9)
+    figure.savefig(output, dpi=140)
 
 
 def main() -> None:
@@ -313,14 +404,18 @@ def main() -> None:
     parser.add_argument("job", choices=["reference", "compare", "two-sided"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--chains", type=int, default=None)
-    parser.add_argument("--steps", type=int, default=8000)
-    parser.add_argument("--gradients", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--gradients", type=int, default=5000)
     parser.add_argument("--names", nargs="*", default=NAMES)
     parser.add_argument("--output", type=Path, default=Path("docs/assets/two_sided.png"))
     arguments = parser.parse_args()
     if arguments.job == "reference":
         for name in arguments.names:
             make_reference(name, arguments.device, arguments.chains or 128, arguments.steps)
+    elif arguments.job == "compare":
+        compare(arguments.names, arguments.gradients, arguments.chains or 8)
+    else:
+        draw_two_sided(arguments.output)
 
 
 if __name__ == "__main__":

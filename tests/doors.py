@@ -9,10 +9,13 @@ from torch import nn
 from adammcmc import (
     MALA,
     AdamMCMC,
+    AsReleased,
+    ExactAdamMCMC,
     FullData,
     Gaussian,
     OptimizerMCMC,
     TensorExamples,
+    Underdamped,
 )
 
 X = torch.randn(64, 5, generator=torch.Generator().manual_seed(1))
@@ -48,7 +51,30 @@ def sgd_mcmc(model: nn.Module, **options) -> OptimizerMCMC:  # type: ignore[no-u
     return OptimizerMCMC(model.parameters(), torch.optim.SGD, **(settings | options))
 
 
-DOORS = {"AdamMCMC": adam_mcmc, "MALA": mala, "OptimizerMCMC": sgd_mcmc}
+def underdamped(model: nn.Module, **options) -> Underdamped:  # type: ignore[no-untyped-def]
+    settings = {"step_size": 3e-2, "num_data": 64, "prior": Gaussian(), "generator": seeded()}
+    sigma, _ = options.pop("sigma", None), options.pop("sigma_along", None)  # what its step size is to the other samplers
+    return Underdamped(model.parameters(), **(settings | ({} if sigma is None else {"step_size": 3 * sigma}) | options))
+
+
+def exact_adam(model: nn.Module, **options) -> ExactAdamMCMC:  # type: ignore[no-untyped-def]
+    settings = {"lr": 1e-2, "sigma": 3e-2, "sigma_along": 1.0, "num_data": 64, "prior": Gaussian(), "fixed_data": True}
+    return ExactAdamMCMC(model.parameters(), **(settings | {"generator": seeded()} | options))
+
+
+def as_released(model: nn.Module, **options) -> AsReleased:  # type: ignore[no-untyped-def]
+    settings = {"lr": 1e-2, "num_data": 64, "sigma": 1e-2, "sigma_along": 1.0, "generator": seeded()}
+    return AsReleased(model.parameters(), **(settings | options))
+
+
+DOORS = {
+    "AdamMCMC": adam_mcmc,
+    "MALA": mala,
+    "OptimizerMCMC": sgd_mcmc,
+    "Underdamped": underdamped,
+    "ExactAdamMCMC": exact_adam,
+    "AsReleased": as_released,
+}
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:

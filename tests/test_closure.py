@@ -10,6 +10,7 @@ from torch import nn
 from adammcmc import Gaussian, Prior, Target, TensorExamples, UniformBox
 from adammcmc.closure import ClosurePotential
 from adammcmc.packing import Packing
+from adammcmc.stateful import Layers
 
 X = torch.randn(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(20, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -27,11 +28,11 @@ def potential(prior: Prior | None, reduction: str = "mean") -> tuple[ClosurePote
 
     examples = TensorExamples(lambda x, y: loss(x, y, "none"), X, Y)
     target = Target(200, 0.5, prior)
-    return (
-        ClosurePotential([loss], packing, held, target=target, examples=examples, fixed=False, name=str),
-        packing,
-        model,
+    layers = Layers("batch", torch.device("cpu"))
+    closure = ClosurePotential(
+        [loss], packing, held, target=target, examples=examples, layers=layers, fixed=False, name=str
     )
+    return closure, packing, model
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -132,7 +132,7 @@ def test_what_is_no_closure_is_refused(bad: object) -> None:
 def test_fixed_data_that_are_not_fixed_are_refused() -> None:
     """Dropout, shuffled batches, a batch in place of all data: no chain may call itself exact on these."""
     model = nn.Sequential(nn.Linear(5, 30), nn.Dropout(0.5), nn.Linear(30, 3))
-    with pytest.raises(StochasticClosure, match="Dropout in training mode"):
+    with pytest.raises(StochasticClosure, match=r"At fault: '1' \(Dropout\)"):
         mala(model, fixed_data=True).step(lambda: F.cross_entropy(model(X), Y))
     batches = iter([slice(0, 32), slice(32, 64)])
     with pytest.raises(StochasticClosure):
@@ -344,7 +344,7 @@ def test_nothing_to_sample_is_said() -> None:
         adam_mcmc(model)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", [door for door in DOORS if door != "ExactAdamMCMC"])  # with fixed data it meets none
 def test_a_nan_loss_freezes_the_chain_and_names_the_step(door: str) -> None:
     model = network()
     sampler = DOORS[door](model)

@@ -2,8 +2,10 @@
 
 from adammcmc import acceptance, kernels, target
 from adammcmc.acceptance import AlwaysAccept, FullData, Minibatch
-from adammcmc.chain import sample_density
+from adammcmc.advice import Calibration, Suggestion, calibrate_sigma, suggest
+from adammcmc.chain import sample_density, warm_up
 from adammcmc.data import Examples, TensorExamples
+from adammcmc.diagnostics import TwoSided, two_sided
 from adammcmc.errors import NonFiniteLoss, PerExampleLossRequired, StochasticClosure
 from adammcmc.exact import MALA, ExactAdamMCMC, Underdamped
 from adammcmc.health import Finding, Health
@@ -22,6 +24,7 @@ __all__ = [
     "AlwaysAccept",
     "AsReleased",
     "BurnIn",
+    "Calibration",
     "ChainState",
     "ClosureReport",
     "Density",
@@ -40,15 +43,21 @@ __all__ = [
     "Prior",
     "Sampler",
     "StochasticClosure",
+    "Suggestion",
     "Target",
     "TensorExamples",
+    "TwoSided",
     "Underdamped",
     "UniformBall",
     "UniformBox",
     "acceptance",
+    "calibrate_sigma",
     "check_closure",
     "from_paper",
     "kernels",
     "sample_density",
+    "suggest",
     "target",
+    "two_sided",
+    "warm_up",
 ]

@@ -16,7 +16,7 @@ from adammcmc.progress import track
 from adammcmc.target import Density
 from adammcmc.tuning import Adaptation, BurnIn, changed
 
-__all__ = ["sample_density"]
+__all__ = ["sample_density", "warm_up"]
 
 
 def sample_density(
@@ -59,26 +59,21 @@ def sample_density(
         raise ValueError(f"`num_steps` must exceed `burn_in` >= 0, got {num_steps} and {burn_in}.")
     if not 1 <= gap <= num_steps - burn_in:
         raise ValueError(f"`gap` must be between 1 and num_steps - burn_in = {num_steps - burn_in}, got {gap}.")
-    leaves, structure = flatten(initial)
-    if not leaves:
-        raise ValueError("`initial` holds no tensor.")
-    generator = seed
-    if not isinstance(generator, torch.Generator):
-        generator = torch.Generator(leaves[0].device).manual_seed(int(generator))
-
-    potential = Density(log_density, like=initial)
-    state = kernel.init(unflatten(tuple(x.detach().clone() for x in leaves), structure), potential)
-    _check_deterministic(potential, state)
-    adaptation = None if tune is None else _adaptation(kernel, tune, burn_in)
+    if tune is not None and (burn_in < 1 or (tune.num_steps or 1) > burn_in):
+        raise ValueError(
+            f"`tune` would still change the kernel while draws are kept: burn_in is {burn_in}, num_steps of the BurnIn "
+            f"{tune.num_steps}. What is drawn while adapting has no invariant distribution; make burn_in longer."
+        )
+    potential, state, generator, structure = _begin(log_density, initial, kernel, seed)
+    adaptation = None if tune is None else _adaptation(kernel, replace(tune, num_steps=tune.num_steps or burn_in))
+    leaves = flatten(state.params)[0]
     num_draws = (num_steps - burn_in) // gap
     draws = [x.new_empty(x.shape[0], num_draws, *x.shape[1:]) for x in leaves]
     infos: list[Info] = []
     for step in track(range(1, num_steps + 1), "sampling", show=progress):
         state, info = kernel.step(state, potential, generator)
         if adaptation is not None and not adaptation.is_done:
-            grad = None if state.here is None else state.here.grad
-            change = adaptation.observe(info.acceptance_rate, info.potential, info.step_to_noise, grad, potential.scale)
-            kernel = changed(kernel, change, structure)
+            kernel = _adapted(kernel, adaptation, potential, state, info)
         draw, rest = divmod(step - burn_in, gap)
         if step > burn_in and rest == 0:
             for kept, leaf in zip(draws, flatten(state.params)[0], strict=True):
@@ -108,16 +103,74 @@ def _check_deterministic(potential: Density, state: ChainState) -> None:
         )
 
 
-def _adaptation(kernel: Any, tune: BurnIn, burn_in: int) -> Adaptation:
+def warm_up(
+    log_density: Callable[[Any], Tensor],
+    initial: Any,
+    kernel: Kernel,
+    *,
+    tune: BurnIn | None = None,
+    seed: int | torch.Generator = 0,
+    progress: bool = True,
+) -> tuple[Kernel, Any]:
+    """Adapt a kernel to a density, pooled over the chains: the kernel with its settings frozen, and where the chains are.
+
+    Args:
+        log_density: as in `sample_density`.
+        initial: as in `sample_density`.
+        kernel: with a first guess of its scale.
+        tune: how to adapt; by default until U is flat.
+        seed: as in `sample_density`.
+        progress: as in `sample_density`.
+
+    Example:
+        >>> import adammcmc
+        >>> normal = lambda x: -x.square().sum(1) / 2
+        >>> kernel, params = warm_up(normal, torch.zeros(100, 5), adammcmc.kernels.underdamped(0.01), progress=False)
+        >>> draws, info = sample_density(normal, params, kernel, num_steps=200)
+        >>> abs(float(info.acceptance_rate.mean()) - 0.85) < 0.05
+        True
+    """
+    tune = tune or BurnIn()
+    potential, state, generator, _ = _begin(log_density, initial, kernel, seed)
+    adaptation = _adaptation(kernel, tune)
+    for _ in track(range(tune.num_steps or tune.max_steps), "adapting", show=progress):
+        state, info = kernel.step(state, potential, generator)
+        kernel = _adapted(kernel, adaptation, potential, state, info)
+        if adaptation.is_done:
+            break
+    return kernel, state.params
+
+
+def _begin(
+    log_density: Callable[[Any], Tensor], initial: Any, kernel: Kernel, seed: int | torch.Generator
+) -> tuple[Density, ChainState, torch.Generator, Any]:
+    leaves, structure = flatten(initial)
+    if not leaves:
+        raise ValueError("`initial` holds no tensor.")
+    generator = seed
+    if not isinstance(generator, torch.Generator):
+        generator = torch.Generator(leaves[0].device).manual_seed(int(generator))
+    potential = Density(log_density, like=initial)
+    state = kernel.init(unflatten(tuple(x.detach().clone() for x in leaves), structure), potential)
+    _check_deterministic(potential, state)
+    return potential, state, generator, structure
+
+
+def _adapted(kernel: Any, adaptation: Adaptation, potential: Density, state: ChainState, info: Info) -> Any:
+    leaves, structure = flatten(state.params)
+    assert state.here is not None
+    change = adaptation.observe(info.acceptance_rate, info.potential, info.step_to_noise, state.here.grad, potential.scale)
+    if change.preconditioner is not None:
+        diagonal = tuple(a.to(x.dtype) for a, x in zip(change.preconditioner, leaves, strict=True))
+        change = change._replace(preconditioner=diagonal)
+    return changed(kernel, change, structure)
+
+
+def _adaptation(kernel: Any, tune: BurnIn) -> Adaptation:
     if not hasattr(kernel, "scaled"):
         raise TypeError(f"{type(kernel).__name__} has nothing to tune.")
-    if burn_in < 1 or (tune.num_steps or 1) > burn_in:
-        raise ValueError(
-            f"`tune` would still change the kernel while draws are kept: burn_in is {burn_in}, num_steps of the BurnIn "
-            f"{tune.num_steps}. What is drawn while adapting has no invariant distribution; make burn_in longer."
-        )
     return Adaptation(
-        replace(tune, max_steps=min(tune.max_steps, burn_in), num_steps=tune.num_steps or burn_in),
+        tune,
         target=kernel.target_acceptance,
         tunes_sigma_along=hasattr(kernel, "with_sigma_along"),
         learns=hasattr(kernel, "with_preconditioner"),

@@ -21,7 +21,7 @@ from adammcmc.closure import ClosurePotential
 from adammcmc.data import Examples
 from adammcmc.kernel import ChainState, Info, Kernel
 from adammcmc.kernels.exact_adam import NoisyMoments
-from adammcmc.kernels.underdamped import Momentum
+from adammcmc.kernels.hamiltonian import Momentum
 from adammcmc.leaves import Leaves
 from adammcmc.packing import Packing
 from adammcmc.proposal import Prolate

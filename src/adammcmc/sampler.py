@@ -95,6 +95,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             # drawn from torch's default generator, so that torch.manual_seed fixes the run
             generator = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, ())))
         self.generator = generator
+        self.batch_norm: BatchNormPolicy = batch_norm
         self._layers = Layers(batch_norm, self.device)
         self.burn_in = BurnIn(num_steps=burn_in) if isinstance(burn_in, int) else burn_in
         self._frozen_at = torch.full((1,), -1, dtype=torch.int64, device=self.device)
@@ -427,7 +428,8 @@ class Sampler(torch.optim.Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: all but caches, and the wrapper that a scheduler puts around `step`."""
-        caches = ("_packing", "_info", "_here", "_carry", "_left", "_fingerprint", "_frozen_at_host", "step", *self._own_caches)
+        own = ("_packing", "_info", "_here", "_carry", "_left", "_fingerprint", "_frozen_at_host", "_layers", "step")
+        caches = (*own, *self._own_caches)
         kept = {key: value for key, value in self.__dict__.items() if key not in caches and "hooks" not in key}
         return {**kept, "generator": (str(self.device), self.generator.get_state())}
 
@@ -441,6 +443,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         super().__setstate__({**state, "generator": generator})
         self._packing = self._info = self._here = self._carry = self._left = None
         self._fingerprint = ()
+        self._layers = Layers(self.batch_norm, self.device)
         self._frozen_at_host = _host_copy(self._frozen_at)
         for cache in self._own_caches:
             setattr(self, cache, None)

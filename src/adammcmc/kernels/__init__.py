@@ -5,8 +5,8 @@ U is the potential of the target, V = U / (lambda n) what is differentiated (`ad
 
 from adammcmc.kernels.adam import AdamMCMCKernel, adam_mcmc, as_released, optimizer_mcmc
 from adammcmc.kernels.exact_adam import ExactAdamMCMCKernel, exact_adam_mcmc
+from adammcmc.kernels.hamiltonian import UnderdampedKernel, hmc, underdamped
 from adammcmc.kernels.langevin import MALAKernel, mala
-from adammcmc.kernels.underdamped import UnderdampedKernel, hmc, underdamped
 
 __all__ = [
     "AdamMCMCKernel",
