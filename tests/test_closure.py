@@ -29,9 +29,7 @@ def potential(prior: Prior | None, reduction: str = "mean") -> tuple[ClosurePote
     examples = TensorExamples(lambda x, y: loss(x, y, "none"), X, Y)
     target = Target(200, 0.5, prior)
     layers = Layers("batch", torch.device("cpu"))
-    closure = ClosurePotential(
-        [loss], packing, held, target=target, examples=examples, layers=layers, fixed=False, name=str
-    )
+    closure = ClosurePotential([loss], packing, held, target=target, examples=examples, layers=layers, fixed=False, name=str)
     return closure, packing, model
 
 

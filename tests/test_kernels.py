@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from scipy import stats
 
-from adammcmc import AlwaysAccept, ChainState, Density, FullData, Kernel, kernels, sample_density
+from adammcmc import AlwaysAccept, ChainState, Density, FullData, Kernel, Minibatch, kernels, sample_density
 from benchmarks import bias
 from tests.targets import TARGETS, KnownTarget
 
@@ -38,7 +39,7 @@ EXACT = {
         math.sqrt(2 * h), preconditioner=torch.linspace(0.5, 1.5, dim).double()
     ),
     "underdamped, three leapfrog steps": lambda h, dim: kernels.underdamped(math.sqrt(2 * h), num_leapfrog=3),
-    "hmc": lambda h, dim: kernels.hmc(math.sqrt(2 * h), 4),
+    "hmc": lambda h, dim: kernels.hmc(0.4 * math.sqrt(2 * h), 4),
     "exact_adam_mcmc": lambda h, dim: exact_adam(h),
     "exact_adam_mcmc, directional": lambda h, dim: exact_adam(h, sigma_along=1.0),
     "exact_adam_mcmc, short memory": lambda h, dim: exact_adam(h, betas=(0.5, 0.9), sigma_along=0.5),
@@ -78,12 +79,14 @@ def test_exact_kernels_leave_many_more_exact_draws_exact(target: KnownTarget, na
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-@pytest.mark.parametrize("name", ["random walk", "mala", "mala, directional", "mala, preconditioned"])
+@pytest.mark.parametrize(
+    "name", ["random walk", "mala", "mala, directional", "mala, preconditioned", "underdamped", "hmc", "exact_adam_mcmc"]
+)
 def test_long_runs_have_the_right_moments(target: KnownTarget, name: str) -> None:
     """From a point start; mean and mean square within 4.5 standard errors, those from the spread between chains."""
     generator = torch.Generator().manual_seed(5)
     truth = target.draw(2_000_000, generator)
-    initial = truth[:1].expand(400, -1).clone()
+    initial = truth[:1].expand(1000, -1).clone()
     kernel = EXACT[name](target.step_size, initial.shape[1])
     draws, info = sample_density(target.log_density, initial, kernel, num_steps=3000, burn_in=1000, gap=2, seed=generator)
     assert 0.1 < float(info.acceptance_rate.mean()) < 0.95
@@ -94,7 +97,7 @@ def test_long_runs_have_the_right_moments(target: KnownTarget, name: str) -> Non
         assert float(deviation.abs().max()) < 4.5, (power, deviation)
 
 
-@pytest.mark.parametrize("name", ["mala", "mala, directional", "random walk"])
+@pytest.mark.parametrize("name", ["mala", "mala, directional", "random walk", "underdamped", "hmc", "exact_adam_mcmc"])
 def test_acceptance_is_twice_the_probability_of_a_rise(name: str) -> None:
     """The identity of every reversible chain at rest: acceptance = 2 P(Y > 0)."""
     target = TARGETS[0]
@@ -104,6 +107,57 @@ def test_acceptance_is_twice_the_probability_of_a_rise(name: str) -> None:
     accepted, rises = info.is_accepted.double().mean(1), (info.log_ratio > 0).double().mean(1)
     difference = accepted - 2 * rises
     assert abs(float(difference.mean())) < 4.5 * float(difference.std()) / math.sqrt(len(difference))
+
+
+def test_a_full_refresh_is_mala() -> None:
+    """friction = inf: one leapfrog step from a fresh velocity is MALA with step h^2 / 2, and the ratio is the same number."""
+    target = TARGETS[2]
+    initial = target.draw(500, torch.Generator().manual_seed(0))
+    ours = kernels.underdamped(0.5, math.inf, persistent_uniform=False)
+    _, info = sample_density(target.log_density, initial, ours, num_steps=400, seed=1)
+    _, other = sample_density(target.log_density, initial, kernels.mala(0.125), num_steps=400, seed=2)
+    rates = [i.acceptance_rate.mean(1) for i in (info, other)]
+    error = math.sqrt(sum(float(r.var()) / len(r) for r in rates))
+    assert abs(float(rates[0].mean() - rates[1].mean())) < 4.5 * error
+    assert kernels.hmc(0.5, 1) == kernels.UnderdampedKernel(0.5, math.inf, Minibatch(), 1, False, name="HMC")
+
+
+def test_the_unadjusted_sampler_is_right_for_short_steps_and_says_that_it_is_approximate() -> None:
+    kernel = kernels.underdamped(0.2, 1.0, acceptance=AlwaysAccept())
+    initial = torch.randn(2000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def quartic(x: torch.Tensor) -> torch.Tensor:
+        return -0.5 * x.square().sum(1) - 0.25 * x.pow(4).sum(1)
+
+    draws, info = sample_density(quartic, 0.5 * initial, kernel, num_steps=300, burn_in=100)
+    truth, _ = sample_density(quartic, 0.5 * initial, kernels.hmc(0.2, 5), num_steps=300, burn_in=100)
+    assert bool(info.is_accepted.all())
+    assert kernel.approximation(fixed_data=True) == ["no Metropolis correction"]
+    assert abs(float(draws.square().mean() / truth.square().mean()) - 1) < 0.03
+
+
+def test_the_floor_keeps_the_step_finite() -> None:
+    """Where m2 crosses zero, u = m1 / sqrt(|m2|) has no second moment: without the floor nothing is accepted."""
+    initial = torch.randn(200, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rates = []
+    for floor in (None, 1e-12):
+        kernel = kernels.exact_adam_mcmc(0.1, sigma=0.25, momentum_spread=(2.0, 6.0), floor=floor)
+        _, info = sample_density(lambda x: -0.5 * x.square().sum(1), initial, kernel, num_steps=100, seed=1)
+        rates.append(float(info.acceptance_rate.mean()))
+    assert rates[0] > 0.1
+    assert rates[1] < 0.2 * rates[0]
+
+
+def test_without_its_correction_the_exact_chain_is_biased() -> None:
+    """log C does something: the same chain with C = 1 is far off on a target where the exact one passes."""
+    kernel = exact_adam(TARGETS[0].step_size)
+
+    class Uncorrected(type(kernel)):  # type: ignore[misc]
+        def _log_correction(self, moments, here, there):  # type: ignore[no-untyped-def]
+            return torch.zeros_like(here.log_prior)
+
+    wrong = Uncorrected(**{field.name: getattr(kernel, field.name) for field in fields(kernel)})  # type: ignore[arg-type]
+    assert min(p_values(TARGETS[0], wrong)) < 1e-10
 
 
 # --- Algorithm 1 ----------------------------------------------------------------------------------------------------
@@ -194,6 +248,13 @@ def test_exactness_is_declared() -> None:
     assert kernels.mala(0.1).approximation(fixed_data=False)
     assert kernels.mala(0.1, acceptance=AlwaysAccept()).approximation(fixed_data=True)
     assert kernels.adam_mcmc(0.1, sigma=1.0).approximation(fixed_data=True)
+    assert kernels.underdamped(0.1).approximation(fixed_data=True) == []
+    assert kernels.underdamped(0.1, acceptance=FullData()).approximation(fixed_data=False) == []
+    assert kernels.underdamped(0.1).approximation(fixed_data=False)
+    exact = kernels.exact_adam_mcmc(0.1, sigma=1.0, momentum_spread=(1.0, 1.0))
+    assert exact.approximation(fixed_data=True) == []
+    assert exact.approximation(fixed_data=False)
+    assert "weight by weight" in " ".join(kernels.as_released(0.1, sigma=1.0).approximation(fixed_data=True))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from adammcmc import kernels, sample_density
-from adammcmc.proposal import Langevin, Move, Prolate
+from adammcmc.proposal import Elementwise, Langevin, Move, Prolate
 
 
 def generator(seed: int) -> torch.Generator:
@@ -145,3 +145,58 @@ def test_two_densities_subtracted_in_float32_would_be_wrong() -> None:
         textbook = log_q(theta[0], tau - u) - log_q(tau, theta[0] - u)
         errors.append(abs(float(textbook - proposal.log_q_ratio(move))))
     assert max(errors) > 1
+
+
+# --- the released code ------------------------------------------------------------------------------------------------
+
+
+def test_the_released_proposal_does_not_draw_what_its_density_says() -> None:
+    """Drawn: sigma^2 + sigma_along^2 u_i^2 on the diagonal. Assumed: sigma^2 I + sigma_along^2 u u'. They share the diagonal."""
+    draw = generator(0)
+    u = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64)
+    sigma, along, n = 0.1, 2.0, 400_000
+    move = Elementwise(sigma, along).propose((torch.zeros(n, 4).double(),), (u.expand(n, 4),), draw)
+    empirical = torch.cov(move.proposed[0].T)
+    drawn = torch.diag(sigma**2 + along**2 * u**2)
+    assumed = sigma**2 * torch.eye(4, dtype=torch.float64) + along**2 * torch.outer(u, u)
+    scale = drawn.diagonal().sqrt()
+    error = torch.outer(scale, scale) * math.sqrt(2 / n)
+    assert float(((empirical - drawn) / error).abs().max()) < 4.5
+    assert float(((empirical - assumed) / error).abs().max()) > 100
+    # how far: the density that is evaluated gives a draw a log density lower by this much than the density it came from
+    difference = MultivariateNormal(-u, drawn).log_prob(move.proposed[0]) - (
+        MultivariateNormal(-u, assumed).log_prob(move.proposed[0])
+    )
+    assert float(difference.mean()) > 10
+
+
+@pytest.mark.parametrize("sigma_along", [3.0, 6.05])
+def test_the_released_ratio_is_a_constant_in_many_dimensions(sigma_along: float) -> None:
+    """About -2 / sigma_along^2 whatever is drawn (0.947 accepted at the paper's 6.05); the right ratio is thousands below."""
+    draw = generator(1)
+    num_params, sigma = 100_000, 1e-3
+    u = sigma * torch.randn(1, num_params, dtype=torch.float64, generator=draw)
+    proposal = Elementwise(sigma, sigma_along)
+    ratios, right, drift = [], [], []
+    for _ in range(50):
+        move = proposal.propose((torch.zeros(1, num_params).double(),), (u,), draw)
+        ratios.append(float(proposal.log_q_ratio(move)))
+        right.append(float((2 * u * move.proposed[0] / (sigma**2 + sigma_along**2 * u**2)).sum()))
+        drift.append(float((u * move.proposed[0]).sum() / u.square().sum()))
+    ratio = torch.tensor(ratios)
+    assert abs(float(ratio.mean()) + 2 / sigma_along**2) < 0.02
+    assert float(ratio.std()) < 0.02
+    assert max(right) < -1000
+    accepted = float(ratio.exp().clamp(max=1).mean())
+    assert abs(accepted - math.exp(-2 / sigma_along**2)) < 0.02
+    assert abs(sum(drift) / len(drift) + 1) < 0.1, "the drawn move is Adam's own step, plus noise"
+
+
+def test_the_released_ratio_is_the_rank_one_formula_at_the_drawn_displacement() -> None:
+    draw = generator(2)
+    u = tuple(torch.randn(5, n, dtype=torch.float64, generator=draw) for n in (7, 3))
+    proposal = Elementwise([0.3, 0.7], 1.5)
+    move = proposal.propose(tuple(torch.zeros_like(x) for x in u), u, draw)
+    a = sum((x.square().sum(1) / s**2 for x, s in zip(u, (0.3, 0.7), strict=True)))
+    product = sum(((x * d).sum(1) / s**2 for x, d, s in zip(u, move.proposed, (0.3, 0.7), strict=True)))
+    torch.testing.assert_close(proposal.log_q_ratio(move), 2 * product / (1 + 1.5**2 * a))

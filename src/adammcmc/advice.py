@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -145,7 +145,7 @@ def _adam_loss(model: nn.Module, closure: Callable[[nn.Module], Callable[[], Ten
         value = closure(model)().mean()
         value.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        losses.append(float(value))
+        losses.append(float(value.detach()))
     late = sum(losses[-10:]) / len(losses[-10:])
     return late if math.isfinite(late) else math.inf
 
@@ -171,21 +171,25 @@ def _pilot(
 
 def _per_example(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The loss with reduction="none", where it has that."""
+    each: Callable[..., Tensor] = loss
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
         each = copy.deepcopy(loss)
         setattr(each, "reduction", "none")  # noqa: B010  (a module's attributes are tensors to a type checker)
-        return each
-    try:
-        has_reduction = "reduction" in inspect.signature(loss).parameters
-    except (TypeError, ValueError):
-        has_reduction = False
-    each_loss: Callable[..., Tensor] = functools.partial(loss, reduction="none") if has_reduction else loss
+    elif "reduction" in _parameters(loss):
+        each = functools.partial(loss, reduction="none")
 
     def flat(outputs: Tensor, targets: Tensor) -> Tensor:
-        value = each_loss(outputs, targets)
+        value = each(outputs, targets)
         return value if value.dim() < 2 else value.flatten(1).mean(1)
 
     return flat
+
+
+def _parameters(function: Callable[..., Any]) -> Sequence[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a function that does not tell
+        return []
 
 
 class CalibrationRow(NamedTuple):

@@ -31,7 +31,7 @@ _BLOCK = 16  # steps that are summed at once
 _BATCHES = 64
 _ENOUGH_STEPS = 200
 _ENOUGH_DRAWS = 30  # effective ones, of U
-_SERIES = ("accepted", "rate", "rise", "known", "potential", "square", "change", "change_square", "noise", "beta", "finite")
+_SERIES = ("accepted", "rate", "rise", "known", "potential", "square", "change", "change_square", "noise", "finite")
 
 
 def beta_eff(noise: Tensor) -> Tensor:
@@ -183,7 +183,6 @@ class Monitor:
             "change": torch.where(change.isfinite(), change, 0.0),
             "change_square": torch.where(change.isfinite(), change.square(), 0.0),
             "noise": infos.log_ratio_noise.square(),
-            "beta": beta_eff(infos.log_ratio_noise),
             "finite": infos.is_finite,
         }
         rows = torch.stack([columns[name].mean(1) for name in _SERIES], 1)
@@ -240,6 +239,9 @@ class Monitor:
         potential = _mean(column["potential"])
         draws = min(self.num_steps, variance / potential.error**2) if potential.error > 0 else 0.0
         influence = math.sqrt(max(0.0, mean["change_square"] - mean["change"] ** 2))
+        noise = math.sqrt(mean["noise"]) if mean["noise"] >= 0 else math.nan
+        # at the root mean square, which forecasts the temperature better than the mean over the steps does
+        beta = float(beta_eff(torch.tensor(noise, dtype=torch.float64)))
         share = 1 - mean["finite"]
         kept = [i for i, name in enumerate(self.layers) if name not in left_out]
         layers, total = self._temperatures(kept if has_proper_prior and not (has_edge and share > 0) else [])
@@ -264,13 +266,13 @@ class Monitor:
                     f"the loss has no influence: lambda times its change has a standard deviation of {influence:.2g}. Check "
                     "num_data, inverse_temperature, and whether the loss is a mean",
                 )
-            if mean["beta"] < 0.9:
+            if beta < 0.9:
                 find(
                     "too hot",
-                    f"too hot, by about {1 / mean['beta']:.3g} times in temperature: the log ratio, estimated on minibatches, "
-                    f"has noise s = {math.sqrt(mean['noise']):.3g}. Use larger batches, FullData(), or a smaller step",
+                    f"too hot, by about {1 / beta:.3g} times in temperature: the log ratio, estimated on minibatches, "
+                    f"has noise s = {noise:.3g}. Use larger batches, FullData(), or a smaller step",
                 )
-            elif math.isnan(mean["beta"]) and is_known:
+            elif math.isnan(beta) and is_known:
                 find(
                     "unknown noise",
                     "the noise of the minibatch test is unknown, and likely too hot: return the losses of the examples "
@@ -288,8 +290,8 @@ class Monitor:
             temperature=total.value,
             temperatures={name: t.value for name, t in layers.items()},
             loss_influence=influence,
-            noise=math.sqrt(mean["noise"]) if mean["noise"] >= 0 else math.nan,
-            beta_eff=mean["beta"],
+            noise=noise,
+            beta_eff=beta,
             effective_draws=draws,
             rejected_not_finite=share,
             findings=tuple(findings),
@@ -336,11 +338,14 @@ def _judge_temperature(find: Any, total: Mean, layers: dict[str, Mean]) -> None:
 
 
 def _mean(batches: Tensor) -> Mean:
-    """Mean and standard error over batches; settled if neighbours do not resemble each other."""
-    n = len(batches)
-    centred = batches - batches.mean()
-    variance = float(centred.square().mean())
-    if n < 2 or not variance > 0:
-        return Mean(float(batches.mean()), 0.0 if n >= 2 and variance == 0 else math.nan, False)
-    correlation = float((centred[1:] * centred[:-1]).sum() / centred.square().sum())
-    return Mean(float(batches.mean()), math.sqrt(variance / (n - 1)), n >= 20 and correlation < 0.35)
+    """Mean and standard error over batches; neighbours that resemble each other are joined until they do not."""
+    while True:
+        n = len(batches)
+        centred = batches - batches.mean()
+        variance = float(centred.square().mean())
+        if n < 2 or not variance > 0:
+            return Mean(float(batches.mean()), 0.0 if n >= 2 and variance == 0 else math.nan, False)
+        correlation = float((centred[1:] * centred[:-1]).sum() / centred.square().sum())
+        if correlation < 0.2 or n < 32:
+            return Mean(float(batches.mean()), math.sqrt(variance / (n - 1)), n >= 16 and correlation < 0.4)
+        batches = batches[n % 2 :].view(-1, 2).mean(1)

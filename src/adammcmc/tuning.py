@@ -114,10 +114,9 @@ class Adaptation:
         self._step = 0
         self._in_window = 0
         self._length = settings.window
-        self._is_last = settings.num_steps is not None and settings.num_steps <= settings.window
-        if self._is_last:
-            assert settings.num_steps is not None
-            self._length = settings.num_steps
+        if settings.num_steps is not None:  # at least a second window, to tune the scale to the preconditioner of the first
+            self._length = max(1, min(settings.window, settings.num_steps // 3))
+        self._is_last = False
         self._is_searching = True
         self._first_sign = 0
         self._log_scale = 0.0

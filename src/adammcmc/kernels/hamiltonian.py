@@ -76,9 +76,9 @@ class UnderdampedKernel:
             log_uniform=uniform.abs().log(),
         )
         flipped = tuple(-p for p in before)  # on rejection: without it momentum is created from nothing
-        if finish.value is None:  # the test rejected without asking
+        if finish.value is None and self.acceptance.needs_noise:  # the test rejected without asking
             return state._replace(memory=Momentum(flipped, uniform)), info
-        momentum = select(info.is_accepted, finish.value[1], flipped)
+        momentum = select(info.is_accepted, finish()[1], flipped)
         # what is accepted keeps its height |uniform| * density, so that the uniform number is uniform again (Neal 2020)
         uniform = torch.where(info.is_accepted, uniform * torch.exp(-info.log_ratio.nan_to_num(nan=0.0)), uniform)
         return state._replace(memory=Momentum(momentum, uniform)), info

@@ -1,0 +1,240 @@
+"""The exact samplers of the optimizer's door: the same chains as the functional door, resumed bit for bit, on closed forms."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from adammcmc import (
+    AlwaysAccept,
+    BurnIn,
+    ExactAdamMCMC,
+    FullData,
+    Gaussian,
+    TensorExamples,
+    Underdamped,
+    UniformBox,
+    kernels,
+    sample_density,
+)
+from tests.doors import X, Y, closure, exact_adam, mala, network, same, seeded, underdamped, weights
+
+WIDE = UniformBox(-1e9, 1e9)
+
+
+def skewed(x: torch.Tensor) -> torch.Tensor:
+    return (2 * x - x.exp()).sum(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"friction": 1.0}, {"num_leapfrog": 3}, {"persistent_uniform": False}, {"acceptance": AlwaysAccept()}],
+    ids=str,
+)
+def test_underdamped_is_the_same_chain_in_both_doors(options: dict, dtype: torch.dtype) -> None:  # type: ignore[type-arg]
+    p = nn.Parameter(torch.full((7,), 0.1, dtype=dtype))
+    sampler = Underdamped([p], 0.6, num_data=1, prior=WIDE, fixed_data=True, generator=seeded(), **options)
+    path, ratios = [], []
+    for _ in range(40):
+        sampler.step(lambda: -skewed(p[None])[0])
+        path.append(p.detach().clone())
+        ratios.append(sampler.info.log_ratio)
+    kernel = kernels.underdamped(0.6, **options)
+    draws, info = sample_density(skewed, torch.full((1, 7), 0.1, dtype=dtype), kernel, num_steps=40, seed=seeded())
+    assert torch.equal(torch.stack(path), draws[0])
+    assert torch.equal(torch.stack(ratios).nan_to_num(), info.log_ratio[0].nan_to_num())
+    if "acceptance" not in options:
+        assert 0 < int(info.is_accepted.sum()) < 40
+
+
+def test_exact_adam_is_the_same_chain_in_both_doors() -> None:
+    p = nn.Parameter(torch.full((7,), 0.1, dtype=torch.float64))
+    options = {"sigma": 0.3, "sigma_along": 1.0, "momentum_spread": (1.5, 3.0)}
+    sampler = ExactAdamMCMC([p], 0.2, num_data=1, prior=WIDE, fixed_data=True, generator=seeded(), **options)
+    path = []
+    for _ in range(40):
+        sampler.step(lambda: -skewed(p[None])[0])
+        path.append(p.detach().clone())
+    draws, info = sample_density(
+        skewed,
+        torch.full((1, 7), 0.1, dtype=torch.float64),
+        kernels.exact_adam_mcmc(0.2, **options),
+        num_steps=40,
+        seed=seeded(),
+    )
+    assert torch.equal(torch.stack(path), draws[0])
+    assert 0 < int(info.is_accepted.sum()) < 40
+
+
+@pytest.mark.parametrize("make", [underdamped, exact_adam, mala])
+def test_a_burn_in_is_resumed_bit_for_bit(make) -> None:  # type: ignore[no-untyped-def]
+    """Saved in the middle of adapting: settings, preconditioner, momenta, generator, health, all go on."""
+    options = {"fixed_data": True, "burn_in": BurnIn(num_steps=60, window=15)}
+    model = network()
+    sampler = make(model, **options)
+    for _ in range(35):
+        sampler.step(closure(model))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "sampler": sampler.state_dict()}, file)
+    other = network()
+    resumed = make(other, **(options | {"generator": seeded(999)}))
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["sampler"])
+    for _ in range(100):
+        sampler.step(closure(model))
+        resumed.step(closure(other))
+    assert not sampler.is_adapting
+    assert same(weights(model), weights(other))
+    assert [g["lr"] for g in sampler.param_groups] == [g["lr"] for g in resumed.param_groups]
+    assert sampler.health() == resumed.health() or str(sampler.health()) == str(resumed.health())
+    assert torch.equal(sampler.generator.get_state(), resumed.generator.get_state())
+
+
+@pytest.mark.parametrize("which", ["fixed data", "full data, minibatch gradients", "hmc"])
+def test_linear_regression_has_its_closed_form(which: str) -> None:
+    """A posterior that is Gaussian: mean and covariance within Monte Carlo error, from the optimizer's door."""
+    generator = torch.Generator().manual_seed(4)
+    inputs = torch.randn(50, 3, dtype=torch.float64, generator=generator)
+    targets = inputs @ torch.tensor([1.0, -0.5, 0.2], dtype=torch.float64) + 0.5 * torch.randn(
+        50, dtype=torch.float64, generator=generator
+    )
+    precision = inputs.T @ inputs / 0.25 + torch.eye(3, dtype=torch.float64)
+    covariance = torch.linalg.inv(precision)
+    mean = covariance @ inputs.T @ targets / 0.25
+    w = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return 0.5 * (x @ w - y) ** 2 / 0.25
+
+    options: dict = {"num_data": 50, "prior": Gaussian(1.0), "generator": seeded(3)}  # type: ignore[type-arg]
+    if which == "full data, minibatch gradients":
+        options |= {"acceptance": FullData(), "examples": TensorExamples(losses, inputs, targets)}
+        sampler = Underdamped([w], 0.02, **options)
+    elif which == "hmc":
+        sampler = Underdamped([w], 0.03, math.inf, num_leapfrog=5, fixed_data=True, **options)
+    else:
+        sampler = Underdamped([w], 0.04, fixed_data=True, **options)
+    draws = []
+    rows = torch.Generator().manual_seed(8)
+    for _ in range(6000):
+        chosen = slice(None) if sampler.fixed_data else torch.randint(50, (25,), generator=rows)
+        sampler.step(lambda: losses(inputs[chosen], targets[chosen]))  # noqa: B023
+        draws.append(w.detach().clone())
+    kept = torch.stack(draws[500:]).view(50, 110, 3)  # 50 batches, to judge the error
+    assert sampler.approximations() == []
+    assert 0.3 < float(sampler.mean_acceptance_rate) < 1
+    for values, truth in (
+        (kept.mean(1), mean),
+        ((kept - mean).square().mean(1), covariance.diagonal()),
+        (((kept - mean)[..., 0] * (kept - mean)[..., 1]).mean(1), covariance[0, 1]),
+    ):
+        deviation = (values.mean(0) - truth) / (values.std(0) / math.sqrt(50))
+        assert float(deviation.abs().max()) < 4.5, deviation
+
+
+def test_the_unadjusted_sampler_takes_minibatches_and_says_so() -> None:
+    model = network()
+    calls = []
+
+    def counted(rows: slice):  # type: ignore[no-untyped-def]
+        inner = closure(model, rows)
+        return lambda: (calls.append(1), inner())[1]
+
+    sampler = underdamped(model, step_size=1e-3, acceptance=AlwaysAccept())
+    for k in range(20):
+        sampler.step(counted(slice(k % 4 * 16, k % 4 * 16 + 16)))
+    assert len(calls) == 20, "one gradient a step"
+    assert sampler.approximations() == ["no Metropolis correction"]
+
+
+def test_what_a_step_costs() -> None:
+    model = network()
+    calls = []
+    inner = closure(model)
+
+    def counted() -> torch.Tensor:
+        calls.append(1)
+        return inner()
+
+    sampler = underdamped(model, fixed_data=True)
+    for _ in range(10):
+        sampler.step(counted)
+    assert len(calls) == 12  # one at the start, one to see that the data are fixed, then one a step
+    calls.clear()
+    sampler = underdamped(model, fixed_data=True, num_leapfrog=4)
+    for _ in range(10):
+        sampler.step(counted)
+    assert len(calls) == 42
+    calls.clear()
+    sampler = exact_adam(model, momentum_spread=(1.0, 1.0))
+    for _ in range(10):
+        sampler.step(counted)
+    assert len(calls) == 12
+
+
+def test_exact_doors_refuse_what_would_not_be_exact() -> None:
+    model = network()
+    with pytest.raises(ValueError, match="ExactAdamMCMC needs fixed_data=True"):
+        exact_adam(model, fixed_data=False)
+    with pytest.raises(ValueError, match="Underdamped needs a proper `prior`"):
+        underdamped(model, prior=None)
+    with pytest.raises(ValueError, match="ExactAdamMCMC needs a proper `prior`"):
+        exact_adam(model, prior=None)
+    with pytest.raises(ValueError, match="`momentum_spread` must be two positive numbers"):
+        exact_adam(model, momentum_spread=(1.0, 0.0))
+    with pytest.raises(ValueError, match="`num_leapfrog` must be at least 1"):
+        underdamped(model, num_leapfrog=0)
+    with pytest.raises(ValueError, match="`friction` must not be negative"):
+        underdamped(model, friction=-1.0)
+    kernel = kernels.exact_adam_mcmc(0.1, sigma=0.1, momentum_spread=(1.0, 1.0))
+
+    class Minibatches:
+        fixed = False
+
+    with pytest.raises(ValueError, match="needs fixed_data=True: the gradient of all data is part of its target"):
+        kernel.init(torch.zeros(1, 2), Minibatches())  # type: ignore[arg-type]
+
+
+def test_a_pilot_measures_the_momentum_spread() -> None:
+    model = network()
+    sampler = exact_adam(model)
+    sampler.step(closure(model))
+    assert sampler.momentum_spread is not None
+    assert all(s > 0 for s in sampler.momentum_spread)
+    for _ in range(300):
+        sampler.step(closure(model))
+    assert float(sampler.mean_acceptance_rate) > 0.02
+
+
+def test_a_preconditioner_given_is_used() -> None:
+    """A = a^2 and h are A = 1 and a h."""
+    paths = []
+    for step_size, diagonal in ((0.02, 4.0), (0.04, 1.0)):
+        model = network(torch.float64)
+        a = [torch.full_like(p, diagonal) for p in model.parameters()]
+        sampler = underdamped(model, step_size=step_size, preconditioner=a, fixed_data=True)
+        for _ in range(20):
+            sampler.step(closure(model))
+        paths.append(weights(model))
+    for one, two in zip(*paths, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
+
+
+def test_schedulers_and_groups_drive_the_step_size() -> None:
+    model = network()
+    groups = [{"params": list(model[0].parameters()), "step_size": 1e-2}, {"params": list(model[2].parameters())}]
+    sampler = Underdamped(groups, 5e-2, num_data=64, prior=Gaussian(), fixed_data=True)
+    assert [g["lr"] for g in sampler.param_groups] == [1e-2, 5e-2]
+    scheduler = torch.optim.lr_scheduler.StepLR(sampler, 1, 0.5)
+    sampler.step(closure(model))
+    scheduler.step()
+    assert [g["lr"] for g in sampler.param_groups] == [5e-3, 2.5e-2]
+    sampler.step(lambda: F.cross_entropy(model(X), Y))

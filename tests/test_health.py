@@ -1,0 +1,242 @@
+"""Health: each verdict on a case built to deserve it, silence on a healthy network and where a self-test is not valid."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from adammcmc import (
+    MALA,
+    AdamMCMC,
+    AlwaysAccept,
+    FullData,
+    Gaussian,
+    Health,
+    Sampler,
+    TensorExamples,
+    Underdamped,
+    UniformBox,
+)
+from adammcmc.health import beta_eff
+from tests.doors import X, Y, network, seeded
+
+
+def run(sampler: Sampler, loss, num_steps: int) -> Health:  # type: ignore[no-untyped-def]
+    for _ in range(num_steps):
+        sampler.step(loss)
+    return sampler.health()
+
+
+def kinds(health: Health) -> list[str]:
+    return [finding.kind for finding in health.findings]
+
+
+def free(size: int, spread: float = 1.0) -> nn.Parameter:
+    """Weights that no loss reaches: their posterior is their prior, from which they start."""
+    return nn.Parameter(spread * torch.randn(size, generator=seeded(1)))
+
+
+def per_example(model: nn.Module, rows: torch.Tensor | slice = slice(None)):  # type: ignore[no-untyped-def]
+    return lambda: F.cross_entropy(model(X[rows]), Y[rows], reduction="none")
+
+
+def test_a_healthy_network_is_left_in_peace() -> None:
+    model = network()
+    sampler = Underdamped(model.parameters(), num_data=64, prior=Gaussian(), fixed_data=True, generator=seeded())
+    while sampler.is_adapting:
+        sampler.step(per_example(model))
+    health = run(sampler, per_example(model), 5000)
+    assert health.is_healthy, health.verdict
+    assert "no complaint" in str(health)
+    assert abs(health.acceptance - health.twice_rises) < 0.03
+    assert abs(health.temperature - 1) < 0.2
+    assert len(health.temperatures) == 4
+    assert health.noise == 0
+    assert health.beta_eff == 1
+    assert health.effective_draws > 50
+
+
+def test_the_temperature_is_that_of_the_target() -> None:
+    """A Gaussian: E[theta . grad U] / P = 1 within its error, for each layer."""
+    p, q = free(60), free(30, 3.0)
+    prior = Gaussian((1.0, 3.0))
+    sampler = MALA([p, q], 0.05, num_data=1, prior=prior, fixed_data=True, generator=seeded())
+    health = run(sampler, lambda: 0.0 * (p.sum() + q.sum()), 6000)
+    assert abs(health.temperature - 1) < 0.06
+    assert "temperature" not in kinds(health)
+
+
+def test_no_prior_is_no_posterior() -> None:
+    model = network()
+    health = run(AdamMCMC(model.parameters(), num_data=64, sigma=1e-2, sigma_along=2.0), per_example(model), 300)
+    assert "no posterior" in kinds(health)
+    assert "there is no posterior to sample" in health.verdict
+    assert math.isnan(health.temperature)
+
+
+def test_few_steps_say_nothing_yet() -> None:
+    model = network()
+    sampler = Underdamped(model.parameters(), 1e-2, num_data=64, prior=Gaussian(), fixed_data=True)
+    assert kinds(sampler.health()) == ["cannot tell"]
+    assert kinds(run(sampler, per_example(model), 50)) == ["cannot tell"]
+
+
+def test_a_chain_that_creeps_cannot_tell() -> None:
+    p = nn.Parameter(torch.zeros(200))
+    health = run(Underdamped([p], 1e-3, num_data=1, prior=Gaussian(), fixed_data=True), lambda: 0.0 * p.sum(), 1500)
+    assert "cannot tell" in kinds(health)
+
+
+def test_a_chain_that_cannot_move_is_stuck() -> None:
+    model = network()
+    sampler = MALA(model.parameters(), 10.0, num_data=64, prior=Gaussian(), fixed_data=True)
+    health = run(sampler, per_example(model), 400)
+    assert kinds(health) == ["stuck"]
+    assert "stuck: 0.0%" in health.verdict
+
+
+def test_a_loss_without_a_say_is_named() -> None:
+    """The mean taken for the sum: num_data forgotten."""
+    model = network()
+    sampler = AdamMCMC(model.parameters(), lr=1e-3, num_data=1, sigma=1e-3, sigma_along=3.0, prior=Gaussian(), fixed_data=True)
+    health = run(sampler, lambda: per_example(model)().mean(), 600)
+    assert "no influence" in kinds(health)
+    assert "Check num_data" in health.verdict
+
+
+def test_a_minibatch_test_is_too_hot_and_by_how_much() -> None:
+    """The forecast from the noise s agrees with what the chain does: U is quadratic, its temperature can be read off."""
+    generator = torch.Generator().manual_seed(3)
+    centres = 3 * torch.randn(2000, generator=generator).double()
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    sampler = AdamMCMC([p], lr=0.0, num_data=2000, sigma=0.03, prior=Gaussian(100.0), generator=seeded())
+    draws = []
+    for _ in range(6000):
+        rows = torch.randint(2000, (50,), generator=generator)
+        sampler.step(lambda: 0.5 * (p - centres[rows]) ** 2)  # noqa: B023
+        draws.append(float(p.detach()))
+    health = sampler.health()
+    assert "too hot" in kinds(health)
+    assert health.noise > 2
+    variance = torch.tensor(draws[1000:]).var() * 2000  # 1 at the right temperature
+    assert 0.6 < float(variance) * health.beta_eff < 1.6
+    assert "biased" not in kinds(health), "the identity is not valid for an estimated ratio"
+
+
+def test_beta_eff_is_the_table() -> None:
+    noise = torch.tensor([0.1, 0.5, 1, 2, 4, 10, 100, 500], dtype=torch.float64)
+    expected = torch.tensor([0.96, 0.82, 0.69, 0.50, 0.32, 0.15, 0.016, 0.003], dtype=torch.float64)
+    torch.testing.assert_close(beta_eff(noise), expected, rtol=0.04, atol=0.003)
+
+
+def test_noise_that_cannot_be_seen_is_asked_for() -> None:
+    model = network()
+    sampler = AdamMCMC(model.parameters(), lr=1e-3, num_data=64, sigma=3e-3, sigma_along=2.0, prior=Gaussian())
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        rows = torch.randint(64, (16,), generator=generator)
+        sampler.step(lambda: F.cross_entropy(model(X[rows]), Y[rows]))  # noqa: B023
+    health = sampler.health()
+    assert "unknown noise" in kinds(health)
+    assert 'reduction="none"' in health.verdict
+
+
+def test_algorithm_1_is_found_to_be_biased() -> None:
+    """At a healthy acceptance: it slides down its momentum. The exact kernel on the same target is not accused."""
+    p = free(100)
+    sigma = 0.13
+    biased = AdamMCMC(
+        [p], lr=0.35 * sigma, num_data=1, sigma=sigma, sigma_along=3.0, prior=Gaussian(), fixed_data=True, generator=seeded()
+    )
+    run(biased, lambda: 0.0 * p.sum(), 1500)
+    biased._monitor = None  # its transient is over
+    health = run(biased, lambda: 0.0 * p.sum(), 4000)
+    assert "biased" in kinds(health), health.verdict
+    assert "samples another distribution" in health.verdict
+    assert 0.3 < health.acceptance < 0.7
+    q = free(100)
+    exact = MALA([q], 0.25, num_data=1, prior=Gaussian(), fixed_data=True, generator=seeded())
+    assert kinds(run(exact, lambda: 0.0 * q.sum(), 4000)) == ["no influence"], "which is true: there is no loss"
+
+
+def test_a_chain_on_its_way_is_not_at_rest() -> None:
+    """An exact kernel, started far out: the identity fails because the chain is not at rest, and it is put that way."""
+    p = nn.Parameter(torch.full((300,), 8.0))
+    health = run(MALA([p], 2e-4, num_data=1, prior=Gaussian(), fixed_data=True), lambda: 0.0 * p.sum(), 1200)
+    assert "not at rest" in kinds(health) or "cannot tell" in kinds(health)
+    assert "biased" not in kinds(health)
+    assert not health.is_healthy
+
+
+def test_an_unadjusted_chain_with_long_steps_is_hotter() -> None:
+    p = free(50)
+    sampler = MALA([p], 0.6, num_data=1, prior=Gaussian(), fixed_data=True, acceptance=AlwaysAccept(), generator=seeded())
+    health = run(sampler, lambda: 0.0 * p.sum(), 4000)
+    assert "temperature" in kinds(health)
+    assert "hotter than the target" in health.verdict
+    assert abs(health.temperature - 1 / (1 - 0.6 / 2)) < 0.1  # the variance of unadjusted Langevin on a Gaussian
+
+
+def test_one_layer_at_another_temperature_is_named() -> None:
+    """The unadjusted sampler again, its step long for one layer only."""
+    named = [("stiff", nn.Parameter(torch.randn(40, generator=seeded(1)))), ("soft", free(400, 10.0))]
+    prior = Gaussian((1.0, 10.0))
+    sampler = MALA(named, 0.5, num_data=1, prior=prior, fixed_data=True, acceptance=AlwaysAccept(), generator=seeded())
+    for group in sampler.param_groups:
+        assert group["param_names"] == ["stiff", "soft"]
+    sampler.param_groups[0]["lr"] = 0.5
+    health = run(sampler, lambda: 0.0 * sum(p.sum() for _, p in named), 12000)
+    assert health.temperatures["parameter 'stiff'"] > 1.2
+
+
+def test_an_edge_that_is_met_silences_the_temperature() -> None:
+    p = nn.Parameter(torch.zeros(3))
+    sampler = MALA([p], 0.1, num_data=1, prior=UniformBox(-1, 1), fixed_data=True)
+    health = run(sampler, lambda: 0.0 * p.sum(), 1000)
+    assert health.rejected_not_finite > 0
+    assert math.isnan(health.temperature)
+    assert health.temperatures == {}
+    assert "temperature" not in kinds(health)
+
+
+def test_weights_that_a_batch_norm_cancels_are_left_out() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).train()
+    names = list(model.named_parameters())
+    sampler = Underdamped(names, 0.03, num_data=64, prior=Gaussian(), fixed_data=True)
+    health = run(sampler, per_example(model), 400)
+    assert "parameter '0.weight'" not in health.temperatures
+    assert "parameter '3.weight'" in health.temperatures
+
+
+def test_full_data_has_no_noise() -> None:
+    model = network()
+    examples = TensorExamples(lambda x, y: F.cross_entropy(model(x), y, reduction="none"), X, Y)
+    sampler = Underdamped(
+        model.parameters(), 0.02, num_data=64, prior=Gaussian(), acceptance=FullData(), examples=examples, generator=seeded()
+    )
+    health = run(sampler, per_example(model, slice(0, 32)), 400)
+    assert health.noise == 0
+    assert "too hot" not in kinds(health)
+
+
+@pytest.mark.parametrize("num_steps", [1, 15, 16, 17, 1023, 1024, 1025, 3000])
+def test_sums_are_right_at_every_length(num_steps: int) -> None:
+    p = free(4)
+    sampler = MALA([p], 0.3, num_data=1, prior=Gaussian(), fixed_data=True, generator=seeded())
+    rates = []
+    for _ in range(num_steps):
+        sampler.step(lambda: 0.0 * p.sum())
+        rates.append(float(sampler.info.acceptance_rate))
+    health = sampler.health()
+    assert health.num_steps == num_steps
+    monitor = sampler._monitor
+    assert monitor is not None
+    per_batch = 16 * monitor._steps.per_batch
+    whole = num_steps // per_batch * per_batch
+    if whole:
+        assert math.isclose(health.acceptance, sum(rates[:whole]) / whole, rel_tol=1e-9)

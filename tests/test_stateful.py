@@ -1,0 +1,305 @@
+"""Layers with state: the same mask on both sides, buffers that a rejection puts back, policies that are said aloud."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adammcmc import (
+    AdamMCMC,
+    AlwaysAccept,
+    FullData,
+    Gaussian,
+    PerExampleLossRequired,
+    StochasticClosure,
+    TensorExamples,
+    Underdamped,
+    check_closure,
+    kernels,
+    sample_density,
+)
+from tests.doors import DOORS, X, Y, seeded
+
+
+def network(dropout: float = 0.3, norm: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 16), nn.BatchNorm1d(16) if norm else nn.Identity(), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3)]
+    return nn.Sequential(*layers).train()
+
+
+def everything(model: nn.Module) -> list[Tensor]:
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+class Recorder(nn.Module):
+    """Keeps what passes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.detach().clone())
+        return x
+
+
+@pytest.mark.parametrize("door", [door for door in DOORS if door != "ExactAdamMCMC"])
+def test_both_sides_of_a_step_see_the_same_mask(door: str) -> None:
+    recorder = Recorder()
+    model = nn.Sequential(nn.Linear(5, 40), nn.Dropout(0.5), recorder, nn.Linear(40, 3)).train()
+    sampler = DOORS[door](model)
+    masks = []
+    for _ in range(4):
+        recorder.seen.clear()
+        sampler.step(lambda: F.cross_entropy(model(X), Y))
+        first, *others = [x == 0 for x in recorder.seen]
+        assert others, "the loss was evaluated once only"
+        assert all(torch.equal(first, other) for other in others)
+        masks.append(first)
+    assert not torch.equal(masks[0], masks[1]), "another step has another mask"
+
+
+def test_evaluations_at_one_point_agree_bit_for_bit() -> None:
+    """A move of length zero: dropout and BatchNorm in training mode, and yet Y = 0 to the last bit."""
+    model = network()
+    sampler = AdamMCMC(model.parameters(), lr=0.0, num_data=64, sigma=1e-30, generator=seeded())
+    sampler._check_resolution = lambda packing: None  # type: ignore[method-assign]  # noise that rounding swallows, on purpose
+    for _ in range(5):
+        sampler.step(lambda: F.cross_entropy(model(X), Y))
+        assert float(sampler.info.proposed_loss) == float(sampler.info.loss)
+
+
+@pytest.mark.parametrize("door", [door for door in DOORS if door != "ExactAdamMCMC"])
+def test_a_rejection_restores_every_parameter_and_buffer_bit_for_bit(door: str) -> None:
+    model = network()
+    sampler = DOORS[door](model, sigma=0.2)
+    counts = {True: 0, False: 0}
+    for _ in range(40):
+        before, tracked = everything(model), int(model[1].num_batches_tracked)
+        sampler.step(lambda: F.cross_entropy(model(X), Y))
+        accepted = bool(sampler.info.is_accepted)
+        counts[accepted] += 1
+        if accepted:
+            assert int(model[1].num_batches_tracked) == tracked + 1, "buffers move once"
+        else:
+            assert same(before, everything(model))
+    assert counts[False] > 3, counts
+
+
+def test_an_accepted_buffer_is_that_of_the_accepted_weights() -> None:
+    """From the old statistics and the batch at the new weights, as one training forward there would have made it."""
+    model = network(dropout=0.0)
+    sampler = AdamMCMC(model.parameters(), lr=1e-2, num_data=64, sigma=1e-3, sigma_along=4.0, generator=seeded())
+    for _ in range(10):
+        old = copy.deepcopy(model[1].state_dict())
+        sampler.step(lambda: F.cross_entropy(model(X), Y))
+        if sampler.info.is_accepted:
+            expected = copy.deepcopy(model)
+            expected[1].running_mean.copy_(old["running_mean"])
+            expected[1].running_var.copy_(old["running_var"])
+            expected(X)
+            torch.testing.assert_close(model[1].running_mean, expected[1].running_mean, rtol=0, atol=0)
+            torch.testing.assert_close(model[1].running_var, expected[1].running_var, rtol=0, atol=0)
+            return
+    raise AssertionError("nothing was accepted")
+
+
+def test_frozen_statistics_stay_and_are_used() -> None:
+    model = network(dropout=0.0)
+    with pytest.raises(ValueError, match="has no running statistics yet"):
+        AdamMCMC(model.parameters(), num_data=64, sigma=1e-2, batch_norm="frozen").step(lambda: F.cross_entropy(model(X), Y))
+    for _ in range(20):
+        model(X)
+    statistics = [b.clone() for b in model.buffers()]
+    with torch.no_grad():
+        expected = F.cross_entropy(copy.deepcopy(model).eval()(X), Y)
+    sampler = AdamMCMC(model.parameters(), num_data=64, sigma=1e-2, batch_norm="frozen")
+    loss = sampler.step(lambda: F.cross_entropy(model(X), Y))
+    assert float(loss) == float(expected)
+    for _ in range(5):
+        sampler.step(lambda: F.cross_entropy(model(X), Y))
+    assert same(statistics, list(model.buffers()))
+    assert model.training
+    assert model[1].training, "the user's mode is left as it was"
+    assert "BatchNorm: frozen statistics" in sampler.describe()
+
+
+def test_policies_are_said_aloud() -> None:
+    model = network()
+    sampler = AdamMCMC(model.parameters(), num_data=64, sigma=1e-2)
+    sampler.step(lambda: F.cross_entropy(model(X), Y))
+    assert "BatchNorm: batch statistics, buffers move on acceptance only" in sampler.describe()
+    assert "dropout: one mask for both sides" in sampler.describe()
+    reasons = " ".join(sampler.approximations())
+    assert "dropout draws a new mask" in reasons
+    assert "batch statistics tie" in reasons
+    model.eval()
+    sampler.step(lambda: F.cross_entropy(model(X), Y))
+    assert "dropout" not in sampler.describe()
+    assert "BatchNorm" not in sampler.describe()
+    with pytest.raises(ValueError, match="`batch_norm` must be 'batch' or 'frozen'"):
+        AdamMCMC(model.parameters(), num_data=64, sigma=1e-2, batch_norm="off")  # type: ignore[arg-type]
+
+
+def test_losses_of_examples_do_not_exist_under_batch_statistics() -> None:
+    model = network(dropout=0.0)
+
+    def sampler(**options: object) -> AdamMCMC:
+        examples = TensorExamples(lambda x, y: F.cross_entropy(model(x), y, reduction="none"), X, Y)
+        settings = {"num_data": 64, "sigma": 1e-2, "acceptance": FullData(), "examples": examples} | options
+        return AdamMCMC(model.parameters(), **settings)  # type: ignore[arg-type]
+
+    before = everything(model)
+    with pytest.raises(PerExampleLossRequired, match=r"'1' \(BatchNorm1d\) uses the statistics of its batch"):
+        sampler().step(lambda: F.cross_entropy(model(X), Y))
+    assert same(before, everything(model)), "an error leaves nothing behind"
+    for _ in range(3):
+        model(X)
+    frozen = sampler(batch_norm="frozen")
+    frozen.step(lambda: F.cross_entropy(model(X), Y))
+    model.eval()
+    sampler().step(lambda: F.cross_entropy(model(X), Y))
+
+
+def test_full_data_refuses_dropout_and_names_it() -> None:
+    model = network(norm=False)
+    examples = TensorExamples(lambda x, y: F.cross_entropy(model(x), y, reduction="none"), X, Y)
+    sampler = AdamMCMC(model.parameters(), num_data=64, sigma=1e-2, acceptance=FullData(), examples=examples)
+    with pytest.raises(StochasticClosure, match=r"'3' \(Dropout\)"):
+        sampler.step(lambda: F.cross_entropy(model(X), Y))
+    plain = nn.Linear(5, 3)
+    functional = TensorExamples(lambda x, y: F.cross_entropy(F.dropout(plain(x)), y, reduction="none"), X, Y)
+    other = AdamMCMC(plain.parameters(), num_data=64, sigma=1e-2, acceptance=FullData(), examples=functional)
+    with pytest.raises(StochasticClosure, match="draws random numbers"):
+        other.step(lambda: F.cross_entropy(plain(X), Y))
+
+
+def test_batch_statistics_of_all_data_are_a_function_of_the_weights() -> None:
+    """With fixed data BatchNorm is deterministic, so that an exact sampler may run; dropout may not."""
+    model = network(dropout=0.0)
+    sampler = Underdamped(model.parameters(), 1e-2, num_data=64, prior=Gaussian(), fixed_data=True)
+    sampler.step(lambda: F.cross_entropy(model(X), Y))
+    assert sampler.approximations() == []
+    model = network()
+    with pytest.raises(StochasticClosure, match=r"At fault: '3' \(Dropout\)"):
+        Underdamped(model.parameters(), 1e-2, num_data=64, prior=Gaussian(), fixed_data=True).step(
+            lambda: F.cross_entropy(model(X), Y)
+        )
+
+
+def test_a_density_that_is_not_a_function_is_refused() -> None:
+    with pytest.raises(StochasticClosure, match="two different values at the same point"):
+        sample_density(lambda x: -F.dropout(x.square()).sum(1), torch.ones(5, 30), kernels.mala(0.1), num_steps=2)
+
+
+def test_the_sampler_s_own_noise_is_not_rewound_with_the_mask() -> None:
+    """Even if it draws from torch's default generator, whose numbers the closure uses too."""
+    model = network(norm=False)
+    sampler = AdamMCMC(model.parameters(), lr=0.0, num_data=64, sigma=1e-2, generator=torch.default_generator)
+    torch.manual_seed(0)
+    moves = []
+    for _ in range(6):
+        before = everything(model)
+        sampler.step(lambda: 0 * F.cross_entropy(model(X), Y))
+        moves.append(model[0].weight.detach() - before[0])
+    assert all(not torch.equal(a, b) for i, a in enumerate(moves) for b in moves[:i])
+
+
+def test_an_error_in_the_closure_leaves_buffers_as_they_were() -> None:
+    model = network()
+    sampler = AdamMCMC(model.parameters(), num_data=64, sigma=1e-2)
+    calls = []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        loss = F.cross_entropy(model(X), Y)
+        if len(calls) in (1, 5):
+            raise KeyError("broken data")
+        return loss
+
+    for _ in range(4):
+        before = everything(model)
+        try:
+            sampler.step(closure)
+        except KeyError:
+            assert same(before, everything(model))
+    assert len(calls) > 5
+
+
+def test_check_closure_names_the_layers() -> None:
+    model = network()
+    before = everything(model)
+    report = check_closure(lambda: F.cross_entropy(model(X), Y))
+    assert not report.is_deterministic
+    assert report.losses[0] != report.losses[1]
+    assert report.random_layers == ["'3' (Dropout)"]
+    assert report.batch_layers == ["'1' (BatchNorm1d)"]
+    assert "'1' (BatchNorm1d).running_mean" in report.moved_buffers
+    assert same(before, everything(model))
+    for words in ("differ", "'3' (Dropout)", "use statistics of the batch", "moved by a call"):
+        assert words in str(report)
+    model.eval()
+    report = check_closure(lambda: F.cross_entropy(model(X), Y))
+    assert report.is_deterministic
+    assert str(report) == "two calls at the same weights agree bit for bit"
+
+
+def test_the_released_behaviour_changes_the_acceptance() -> None:
+    """Other masks on the two sides, as in the released code: the ratio is then mostly the noise of the masks."""
+    model = network(dropout=0.5)
+    start = copy.deepcopy(model.state_dict())
+
+    def run(other_masks: bool) -> tuple[float, float]:
+        model.load_state_dict(start)
+        torch.manual_seed(1)
+        sampler = AdamMCMC(model.parameters(), lr=1e-4, num_data=6400, sigma=1e-4, sigma_along=2.0, generator=seeded())
+        noise = torch.Generator().manual_seed(2)
+
+        def closure() -> Tensor:
+            if other_masks:
+                torch.manual_seed(int(torch.randint(2**31, (), generator=noise)))
+            return F.cross_entropy(model(X), Y)
+
+        rates, ratios = [], []
+        for _ in range(150):
+            sampler.step(closure)
+            rates.append(float(sampler.info.acceptance_rate))
+            ratios.append(abs(float(sampler.info.log_ratio)))
+        return sum(rates) / len(rates), sum(ratios) / len(ratios)
+
+    (rate, size), (released_rate, released_size) = run(False), run(True)
+    assert released_size > 20 * size
+    assert abs(rate - released_rate) > 0.1
+    assert 0 < released_rate < 1
+
+
+def test_spectral_norm_and_other_moving_buffers_are_put_back() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 8)), nn.Tanh(), nn.Linear(8, 3)).train()
+    sampler = AdamMCMC(model.parameters(), num_data=64, lr=1e-2, sigma=0.3, generator=seeded())
+    rejected = 0
+    for _ in range(20):
+        before = everything(model)
+        sampler.step(lambda: F.cross_entropy(model(X), Y))
+        if not sampler.info.is_accepted:
+            rejected += 1
+            assert same(before, everything(model))
+    assert rejected > 0
+
+
+def test_always_accept_moves_buffers_once() -> None:
+    model = network()
+    sampler = AdamMCMC(model.parameters(), num_data=64, sigma=0.0, acceptance=AlwaysAccept())
+    for k in range(1, 4):
+        sampler.step(lambda: F.cross_entropy(model(X), Y))
+        assert int(model[1].num_batches_tracked) == k
+    assert math.isfinite(float(sampler.info.loss))

@@ -1,0 +1,232 @@
+"""Burn-in: it reaches what it aims at, learns the scales, waits for U, then lets go; and nothing is collected meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from adammcmc import (
+    AdamMCMC,
+    BurnIn,
+    Gaussian,
+    Underdamped,
+    calibrate_sigma,
+    kernels,
+    sample_density,
+    suggest,
+    warm_up,
+)
+from tests.doors import X, Y, adam_mcmc, closure, mala, network, seeded, underdamped
+
+
+def gaussian(x: torch.Tensor) -> torch.Tensor:
+    return -0.5 * x.square().sum(1)
+
+
+CURVATURE = torch.logspace(0, 4, 12, dtype=torch.float64)
+
+
+def stretched(x: torch.Tensor) -> torch.Tensor:
+    return -0.5 * (x.square() * CURVATURE).sum(1)
+
+
+@pytest.mark.parametrize("start", [1e-4, 1e-2, 1.0])
+@pytest.mark.parametrize("name", ["adam_mcmc", "mala", "underdamped", "exact_adam_mcmc"])
+def test_the_target_acceptance_is_reached_from_anywhere(name: str, start: float) -> None:
+    make = {
+        "adam_mcmc": lambda: kernels.adam_mcmc(0.05, sigma=start),
+        "mala": lambda: kernels.mala(start**2),
+        "underdamped": lambda: kernels.underdamped(start),
+        "exact_adam_mcmc": lambda: kernels.exact_adam_mcmc(0.05, sigma=start, momentum_spread=(2.0, 6.0)),
+    }[name]
+    initial = torch.randn(32, 20, dtype=torch.float64, generator=seeded())
+    kernel, params = warm_up(gaussian, initial, make(), tune=BurnIn(num_steps=800), progress=False)
+    _, info = sample_density(gaussian, params, kernel, num_steps=300, seed=1)
+    assert abs(float(info.acceptance_rate.mean()) - kernel.target_acceptance) < 0.05  # type: ignore[attr-defined]
+
+
+def test_the_noise_along_the_step_gives_the_proposal_its_acceptance() -> None:
+    """2 Phi(-kappa) = 0.8 at the r = |u| / sigma that the chain has."""
+    initial = torch.randn(64, 50, dtype=torch.float64, generator=seeded())
+    kernel, params = warm_up(gaussian, initial, kernels.adam_mcmc(0.05, sigma=0.1), tune=BurnIn(num_steps=600), progress=False)
+    _, info = sample_density(gaussian, params, kernel, num_steps=200, seed=1)
+    assert isinstance(kernel, kernels.AdamMCMCKernel)
+    r = info.step_to_noise
+    kappa = r / (1 + kernel.proposal.sigma_along**2 * r**2).sqrt()
+    proposal_only = torch.special.erfc(kappa / math.sqrt(2)).mean()
+    assert abs(float(proposal_only) - 0.8) < 0.03
+
+
+def test_the_preconditioner_learns_the_scales() -> None:
+    """(E (grad U)^2)^-1/2 = curvature^-1/2 for a Gaussian."""
+    initial = torch.randn(64, 12, dtype=torch.float64, generator=seeded()) / CURVATURE.sqrt()
+    kernel, _ = warm_up(stretched, initial, kernels.underdamped(0.01), tune=BurnIn(num_steps=3000), progress=False)
+    assert isinstance(kernel, kernels.UnderdampedKernel)
+    assert kernel.preconditioner is not None
+    # the floor of a density without a prior is a thousandth of the mean
+    expected = (CURVATURE + 1e-3 * CURVATURE.mean()).rsqrt()
+    torch.testing.assert_close(kernel.preconditioner[0], expected, rtol=0.25, atol=0)
+
+
+def test_burn_in_waits_until_u_is_flat() -> None:
+    """From the mode of 400 dimensions U must climb by 200, which it does slowly with a short first window."""
+    p = nn.Parameter(torch.zeros(400))
+    sampler = Underdamped([p], num_data=1, prior=Gaussian(1.0), fixed_data=True, generator=seeded())
+    while sampler.is_adapting:
+        sampler.step(lambda: 0.0 * p.sum())
+    assert sampler.num_steps > 250
+    levels = []
+    for _ in range(300):
+        sampler.step(lambda: 0.0 * p.sum())
+        levels.append(float(sampler.info.potential))
+    assert abs(sum(levels) / len(levels) - 200) < 30  # standard deviation of U is 14
+    assert abs(float(sampler.health().acceptance) - 0.85) < 0.06
+
+
+def test_nothing_is_collected_while_it_adapts() -> None:
+    model = network()
+    sampler = underdamped(model, fixed_data=True, step_size=None)
+    sampler.step(closure(model))
+    assert sampler.is_adapting
+    with pytest.raises(RuntimeError, match="still adapts its settings"):
+        sampler.draw(model)
+    assert "not draws yet" in str(sampler.health())
+    with pytest.raises(ValueError, match="would still change the kernel while draws are kept"):
+        sample_density(gaussian, torch.zeros(4, 2), kernels.mala(0.1), num_steps=100, burn_in=50, tune=BurnIn(num_steps=60))
+    with pytest.raises(ValueError, match="make burn_in longer"):
+        sample_density(gaussian, torch.zeros(4, 2), kernels.mala(0.1), num_steps=100, tune=BurnIn())
+
+
+def test_settings_are_frozen_after_burn_in() -> None:
+    model = network()
+    sampler = underdamped(model, fixed_data=True, burn_in=80)
+    for _ in range(80):
+        sampler.step(closure(model))
+    assert not sampler.is_adapting
+    frozen = [dict(group) for group in sampler.param_groups]
+    diagonal = [sampler.state[p]["preconditioner"].clone() for p in model.parameters()]
+    for _ in range(50):
+        sampler.step(closure(model))
+    assert [g["lr"] for g in sampler.param_groups] == [g["lr"] for g in frozen]
+    assert all(torch.equal(sampler.state[p]["preconditioner"], a) for p, a in zip(model.parameters(), diagonal, strict=True))
+    draw = sampler.draw(model)
+    before = {name: value.clone() for name, value in draw.items()}
+    sampler.step(closure(model))
+    assert all(torch.equal(draw[name], before[name]) for name in draw), "a draw is a copy"
+
+
+def test_burn_in_that_cannot_finish_says_so() -> None:
+    model = network()
+    sampler = underdamped(model, fixed_data=True, step_size=1e-6, burn_in=BurnIn(max_steps=60, window=20))
+
+    def run() -> None:
+        for _ in range(70):
+            sampler.step(closure(model))
+
+    with pytest.warns(UserWarning, match="while U was still moving"):
+        run()
+    assert not sampler.is_adapting
+
+
+@pytest.mark.parametrize("make", [adam_mcmc, mala])
+def test_samplers_of_the_optimizer_s_door_adapt(make) -> None:  # type: ignore[no-untyped-def]
+    model = network()
+    sampler = make(model, fixed_data=True, burn_in=600, sigma=1e-4)
+    for _ in range(900):
+        sampler.step(closure(model))
+    assert abs(sampler.health().acceptance - sampler._target_acceptance) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_acceptance": 1.5}, "`target_acceptance` must lie between 0 and 1, got 1.5"),
+        ({"num_steps": 0}, "`num_steps` must be at least 1, got 0"),
+        ({"window": 0}, "`window` must be at least 1"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict, message: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(ValueError, match=message):
+        BurnIn(**options)
+
+
+def test_a_proposal_below_the_target_is_refused() -> None:
+    with pytest.raises(ValueError, match="`proposal_acceptance` must exceed the target acceptance"):
+        adam_mcmc(network(), burn_in=BurnIn(target_acceptance=0.9))
+
+
+# --- suggestions ----------------------------------------------------------------------------------------------------
+
+
+def networks() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], object]]:
+    torch.manual_seed(0)
+    images = torch.randn(300, 1, 8, 8)
+    x = torch.randn(600, 4)
+    return {
+        "classifier": (
+            nn.Sequential(nn.Linear(5, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)),
+            (X, Y),
+            F.cross_entropy,
+        ),
+        "regression": (
+            nn.Sequential(nn.Linear(4, 50), nn.Tanh(), nn.Linear(50, 1)),
+            (x, x[:, :1].sin() + 0.1 * torch.randn(600, 1)),
+            nn.MSELoss(),
+        ),
+        "convolution": (
+            nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)),
+            (images, (images.mean((1, 2, 3)) * 20).clamp(-1.9, 1.9).add(2).long()),
+            F.cross_entropy,
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["classifier", "regression", "convolution"])
+def test_a_suggestion_reaches_its_acceptance(name: str) -> None:
+    """On three different networks, without hand tuning, within 0.1."""
+    model, data, loss = networks()[name]
+    start = copy.deepcopy(model.state_dict())
+    suggestion = suggest(model, data, loss, batch_size=100, num_steps=400, progress=False)  # type: ignore[arg-type]
+    assert all(torch.equal(value, start[key]) for key, value in model.state_dict().items()), "the model is not touched"
+    assert set(suggestion.reasons) == set(suggestion.options)
+    assert all(word in str(suggestion) for word in ("lr =", "sigma =", "Bayes"))
+    sampler = AdamMCMC(model.parameters(), num_data=len(data[0]), generator=seeded(), **suggestion.options)
+    generator = torch.Generator().manual_seed(5)
+    rates = []
+    each = nn.MSELoss(reduction="none") if name == "regression" else lambda o, t: F.cross_entropy(o, t, reduction="none")
+    for step in range(900):
+        rows = torch.randperm(len(data[0]), generator=generator)[:100]
+        sampler.step(lambda: each(model(data[0][rows]), data[1][rows]).flatten())  # noqa: B023
+        if step >= 400:
+            rates.append(float(sampler.info.acceptance_rate))
+    assert abs(sum(rates) / len(rates) - 0.6) < 0.1
+
+
+def test_calibrate_sigma_stops_where_confidence_meets_accuracy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(2, (4000,), generator=generator)
+    wrong = torch.rand(4000, generator=generator) < 0.2
+
+    def draw(sigma: float) -> torch.Tensor:
+        confidence = 1 - 0.5 * sigma
+        said = torch.where(wrong, 1 - targets, targets)
+        p = torch.full((4000, 2), 1 - confidence).scatter(1, said[:, None], confidence)
+        return p[None].expand(3, -1, -1)
+
+    found = calibrate_sigma(draw, targets, [0.1, 0.2, 0.3, 0.45, 0.6])
+    assert found.sigma == 0.45
+    assert found.is_bracketed
+    assert [row.sigma for row in found.rows] == [0.1, 0.2, 0.3, 0.45], "it does not run further than it must"
+    assert "heuristic" in str(found)
+    missed = calibrate_sigma(draw, targets, [0.1, 0.2])
+    assert not missed.is_bracketed
+    assert "never fell" in str(missed)
+    with pytest.raises(ValueError, match="`sigmas` must be ascending"):
+        calibrate_sigma(draw, targets, [0.2, 0.1])
+    with pytest.raises(ValueError, match=r"of shape \(draws, 4000, classes\)"):
+        calibrate_sigma(lambda sigma: torch.zeros(3), targets, [0.1])
