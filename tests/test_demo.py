@@ -22,7 +22,7 @@ def test_the_version_is_printed() -> None:
 def test_help_teaches() -> None:
     result = CliRunner().invoke(app, ["demo", "--help"])
     assert result.exit_code == 0
-    for word in ("irises", "MALA", "--output", "--steps", "--seed"):
+    for word in ("irises", "Underdamped", "--output", "--steps", "--seed"):
         assert word in result.output
 
 
@@ -34,7 +34,7 @@ def test_the_demo_from_the_shell(tmp_path: Path) -> None:
         "lambda = 1 (T = 1), n = 120",
         "| exact",
         "approximate: momentum",
-        "acceptance 0.",
+        "health: ",
         "Predictions",
         "virginica",
     ):
@@ -53,7 +53,7 @@ def test_the_demo_is_fixed_by_its_seed() -> None:
         )
         sampler.load_state_dict(optimizer.state_dict())
         runs.append(demo.sample(sampler, model, data, data.test[0], name="test", num_steps=300, num_draws=20))
-    assert runs[0].acceptance == runs[1].acceptance
+    assert runs[0].health.acceptance == runs[1].health.acceptance
     assert runs[0].predictions.equal(runs[1].predictions)
     assert runs[0].predictions.shape == (20, 30, 3)
     assert (runs[0].spread >= 0).all()

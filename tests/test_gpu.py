@@ -17,12 +17,15 @@ from adammcmc import (
     MALA,
     AdamMCMC,
     AlwaysAccept,
+    AsReleased,
+    ExactAdamMCMC,
     FullData,
     Gaussian,
     NonFiniteLoss,
     OptimizerMCMC,
     Sampler,
     TensorExamples,
+    Underdamped,
     UniformBox,
     kernels,
     sample_density,
@@ -54,6 +57,19 @@ def samplers(model: nn.Module) -> list[Sampler]:
         ),
         AdamMCMC(model.parameters(), num_data=256, sigma=1e-3, acceptance=AlwaysAccept(), generator=generator()),
         MALA(model.parameters(), 1e-5, num_data=256, prior=Gaussian(), sigma_along=0.5, generator=generator()),
+        Underdamped(model.parameters(), 1e-3, num_data=256, prior=Gaussian(), fixed_data=True, generator=generator()),
+        Underdamped(model.parameters(), 1e-3, num_data=256, prior=Gaussian(), acceptance=AlwaysAccept(), generator=generator()),
+        ExactAdamMCMC(
+            model.parameters(),
+            1e-4,
+            num_data=256,
+            prior=Gaussian(),
+            sigma=1e-3,
+            momentum_spread=(1e-2, 1e-3),
+            fixed_data=True,
+            generator=generator(),
+        ),
+        AsReleased(model.parameters(), num_data=256, sigma=1e-3, sigma_along=6.0, generator=generator()),
     ]
 
 
@@ -69,14 +85,14 @@ def waiting_is_an_error() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("which", range(8))
 def test_a_step_does_not_wait_for_the_device(which: int) -> None:
     model, x, y = problem()
     sampler = samplers(model)[which]
     for _ in range(3):  # the first step looks at the weights once, to check sigma
         sampler.step(lambda: F.cross_entropy(model(x), y))
     with waiting_is_an_error():
-        for _ in range(20):
+        for _ in range(40):  # more than a block of the health's running sums
             sampler.step(lambda: F.cross_entropy(model(x), y))
             _ = sampler.info.acceptance_rate, sampler.mean_acceptance_rate
     assert 0 < float(sampler.mean_acceptance_rate) <= 1
@@ -200,3 +216,58 @@ def test_bfloat16_weights_and_autocast() -> None:
         sampler.step(lambda: F.cross_entropy(low(x.bfloat16()).float(), y))
     with pytest.raises(ValueError, match="below the spacing"):
         AdamMCMC(low.parameters(), num_data=256, sigma=1e-5).step(lambda: F.cross_entropy(low(x.bfloat16()).float(), y))
+
+
+def stateful() -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.4), nn.Linear(32, 4)]
+    return nn.Sequential(*layers).cuda().train(), torch.randn(256, 10).cuda(), torch.randint(4, (256,)).cuda()
+
+
+def test_dropout_and_batch_norm_on_the_device() -> None:
+    """The same mask on both sides, buffers put back on rejection, and no waiting."""
+    model, x, y = stateful()
+    sampler = AdamMCMC(model.parameters(), lr=1e-3, num_data=256, sigma=3e-3, sigma_along=2.0)
+    masks: list[torch.Tensor] = []
+    model[3].register_forward_hook(lambda module, inputs, output: masks.append(output == 0))
+    for _ in range(3):
+        sampler.step(lambda: F.cross_entropy(model(x), y))
+    with waiting_is_an_error():
+        for _ in range(20):
+            sampler.step(lambda: F.cross_entropy(model(x), y))
+    counts = {True: 0, False: 0}
+    for _ in range(30):
+        masks.clear()
+        before = [b.clone() for b in model.state_dict().values()]
+        sampler.step(lambda: F.cross_entropy(model(x), y))
+        zeros = [m.sum() for m in masks]
+        assert len(zeros) == 2
+        accepted = bool(sampler.info.is_accepted)
+        counts[accepted] += 1
+        same = all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
+        assert same != accepted
+    assert min(counts.values()) > 0, counts
+
+
+def test_two_evaluations_at_one_point_agree_on_the_device() -> None:
+    model, x, y = stateful()
+    sampler = AdamMCMC(model.parameters(), lr=0.0, num_data=256, sigma=1e-30)
+    sampler._check_resolution = lambda packing: None  # type: ignore[method-assign]
+    with torch.backends.cudnn.flags(deterministic=True):
+        for _ in range(5):
+            sampler.step(lambda: F.cross_entropy(model(x), y))
+            assert float(sampler.info.proposed_loss) == float(sampler.info.loss)
+
+
+def test_burn_in_and_health_on_the_device() -> None:
+    model, x, y = problem()
+    sampler = Underdamped(model.parameters(), num_data=256, prior=Gaussian(), fixed_data=True)
+    while sampler.is_adapting:
+        sampler.step(lambda: F.cross_entropy(model(x), y, reduction="none"))
+    with waiting_is_an_error():
+        for _ in range(1000):
+            sampler.step(lambda: F.cross_entropy(model(x), y, reduction="none"))
+    health = sampler.health()
+    assert abs(health.acceptance - 0.85) < 0.06
+    assert abs(health.acceptance - health.twice_rises) < 0.08
+    assert health.noise == 0

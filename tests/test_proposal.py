@@ -151,7 +151,7 @@ def test_two_densities_subtracted_in_float32_would_be_wrong() -> None:
 
 
 def test_the_released_proposal_does_not_draw_what_its_density_says() -> None:
-    """Drawn: sigma^2 + sigma_along^2 u_i^2 on the diagonal. Assumed: sigma^2 I + sigma_along^2 u u'. They share the diagonal."""
+    """Drawn: sigma^2 + sigma_along^2 u_i^2 (diagonal). Assumed: sigma^2 I + sigma_along^2 u u'. Only the diagonals agree."""
     draw = generator(0)
     u = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64)
     sigma, along, n = 0.1, 2.0, 400_000

@@ -37,10 +37,10 @@ def options(
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option(help="Where the picture goes (.png, .pdf or .svg).")] = Path("demo.png"),
-    steps: Annotated[int, typer.Option(min=500, help="Steps of AdamMCMC; MALA takes twice as many.")] = 10_000,
+    steps: Annotated[int, typer.Option(min=500, help="Steps of each sampler; the first fifth is burn-in.")] = 10_000,
     seed: Annotated[int, typer.Option(help="Fixes every random number.")] = 0,
 ) -> None:
-    """Sample a small network on Fisher's irises, with AdamMCMC and with exact MALA.
+    """Sample a small network on Fisher's irises, with AdamMCMC and with the exact Underdamped.
 
     Prints what is sampled, the acceptance, and a table of predictions with spreads; draws a picture. Takes about a minute.
     """

@@ -1,7 +1,7 @@
 """The bundled example: a small network on Fisher's irises, sampled twice, with what it knows and what it does not.
 
-Algorithm 1 (approximate) and MALA (exact) sample the same posterior of the same network, so the picture shows two things: where
-the network is unsure, and how far the approximate sampler is from the truth.
+Algorithm 1 (approximate) and `Underdamped` (exact) sample the same posterior of the same network, so the picture shows two
+things: where the network is unsure, and how far the approximate sampler is from the truth.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adammcmc.exact import MALA
+from adammcmc.exact import Underdamped
+from adammcmc.health import Health
 from adammcmc.optimizer import AdamMCMC
 from adammcmc.progress import track
 from adammcmc.sampler import Sampler
@@ -42,7 +43,7 @@ class Run(NamedTuple):
     """One sampler's run: what it sampled, how it went, and its predictions."""
 
     line: str
-    acceptance: float
+    health: Health
     potential: float
     """Mean of U over the draws."""
     predictions: Tensor
@@ -109,7 +110,7 @@ def sample(
                 potentials.append(float(sampler.target.scale * F.cross_entropy(model(inputs), targets) - log_prior))
     return Run(
         sampler.describe(),
-        float(sampler.mean_acceptance_rate),
+        sampler.health(),
         sum(potentials) / len(potentials),
         torch.stack(predictions),
     )
@@ -141,19 +142,18 @@ def run_demo(output: Path, *, steps: int, seed: int) -> None:
     runs["AdamMCMC"] = sample(approximate, model, data, petals, name="AdamMCMC", num_steps=steps)
 
     model.load_state_dict(trained)
-    exact = MALA(model.parameters(), 3e-3, generator=generator, **common)
-    console.print(f"[bold]MALA[/]     samples {exact.describe()}", soft_wrap=True, highlight=False)
-    runs["MALA"] = sample(exact, model, data, petals, name="MALA", num_steps=2 * steps)
+    exact = Underdamped(model.parameters(), burn_in=steps // 5, generator=generator, **common)
+    console.print(f"[bold]Underdamped[/] samples {exact.describe()}", soft_wrap=True, highlight=False)
+    runs["Underdamped"] = sample(exact, model, data, petals, name="Underdamped", num_steps=steps)
 
     for name, run in runs.items():
-        console.print(
-            f"{name:9} acceptance {run.acceptance:.2f}, mean of U over the draws {run.potential:.0f}", highlight=False
-        )
+        console.print(f"[bold]{name}[/]: mean of U over the draws {run.potential:.0f}", highlight=False)
+        console.print(f"  {run.health}", soft_wrap=True, highlight=False)
     table = Table(title="Predictions: mean and 25%-75% spread over the draws")
     for heading in ("petal, cm", "true", "predicted", *runs):
         table.add_column(heading, justify="left")
     for i, petal in enumerate(shown):
-        exact_mean = runs["MALA"].mean[i]
+        exact_mean = runs["Underdamped"].mean[i]
         k = int(exact_mean.argmax())
         truth = CLASSES[int(data.test[1][i])] if i < len(shown) - 1 else "unseen"
         cells = [
@@ -163,8 +163,8 @@ def run_demo(output: Path, *, steps: int, seed: int) -> None:
         table.add_row(f"{float(petal[0]):.1f} x {float(petal[1]):.1f}", truth, CLASSES[k], *cells)
     console.print(table)
     test = slice(len(shown), len(shown) + len(data.test[0]))
-    right = float((runs["MALA"].mean[test].argmax(1) == data.test[1]).float().mean())
-    ratio = float(runs["AdamMCMC"].spread.mean() / runs["MALA"].spread.mean())
+    right = float((runs["Underdamped"].mean[test].argmax(1) == data.test[1]).float().mean())
+    ratio = float(runs["AdamMCMC"].spread.mean() / runs["Underdamped"].spread.mean())
     console.print(
         f"{right:.0%} of the test flowers right. AdamMCMC's spread is {ratio:.2f} of the exact one: approximate, as it says.",
         soft_wrap=True,
@@ -195,14 +195,14 @@ def draw_picture(output: Path, data: Irises, runs: dict[str, Run], rows: slice, 
     extent = (float(x[0]), float(x[-1]), float(y[0]), float(y[-1]))
     size = (len(x), len(y))
     colours = torch.tensor([to_rgb(c) for c in _COLOURS])
-    mean = (runs["MALA"].mean[rows] @ colours).reshape(*size, 3).transpose(0, 1)
+    mean = (runs["Underdamped"].mean[rows] @ colours).reshape(*size, 3).transpose(0, 1)
     panels[0].imshow(mean.clamp(0, 1).numpy(), origin="lower", extent=extent, aspect="auto", alpha=0.75)
     panels[0].set_title("What the network predicts\n(mean over exact draws)")
     spreads = {name: run.spread[rows].amax(1).reshape(size).T for name, run in runs.items()}
     top = max(float(s.max()) for s in spreads.values())
     titles = {
         "AdamMCMC": "How unsure it is, by AdamMCMC\n(Algorithm 1: approximate)",
-        "MALA": "How unsure it is, by MALA\n(exact)",
+        "Underdamped": "How unsure it is, by Underdamped\n(exact)",
     }
     for panel, (name, spread) in zip(panels[1:], spreads.items(), strict=True):
         image = panel.imshow(spread.numpy(), origin="lower", extent=extent, aspect="auto", cmap="magma", vmin=0, vmax=top)
