@@ -182,7 +182,7 @@ class Layers:
             return
         for key, before in zip(self._moving, self._backup, strict=True):
             now = _buffer(key)
-            now.copy_(torch.where(is_accepted, now, before))
+            now.copy_(torch.where(is_accepted.reshape(()), now, before))
 
     def abort(self) -> None:
         """An error: nothing of this step stays."""
