@@ -2,7 +2,7 @@
 # make test   lint, types, documentation, tests: everything that must hold
 # Each creates the virtual environment .venv and installs what it needs; a second call is fast.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow mutants lint types docs serve-docs bench bias clean
+.PHONY: help demo test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bias clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -11,7 +11,7 @@ CPUS := $(shell nproc 2>/dev/null || echo 2)
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 18
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -46,6 +46,12 @@ serve-docs: .venv/installed  ## read the documentation in a browser
 
 bench: .venv/installed  ## the cost of a step against Adam's, as ratios
 	$(BIN)/python -m benchmarks.step_cost
+
+bench-kernels: .venv/installed  ## effective draws per gradient of the exact kernels, on three targets
+	$(ONE_THREAD) $(BIN)/python -m benchmarks.kernels
+
+bench-networks: .venv/installed  ## every kernel against long references on three networks
+	$(ONE_THREAD) $(BIN)/python -m benchmarks.networks compare
 
 bias: .venv/installed  ## what Algorithm 1 really samples: the table of the docs
 	$(BIN)/python -m benchmarks.bias

@@ -1,4 +1,7 @@
-"""Draws the pictures of the documentation: python docs/pictures.py (the idea), adammcmc demo --output docs/assets/demo.png."""
+"""Draws pictures of the documentation: python docs/pictures.py (the idea, the choice).
+
+The others: adammcmc demo --output docs/assets/demo.png, and python -m benchmarks.networks two-sided.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,44 @@ def draw_idea() -> None:
     figure.savefig(ASSETS / "idea.png", dpi=120)
 
 
+def draw_choice() -> None:
+    """Which sampler for whom."""
+    figure = Figure(figsize=(11.5, 5.6))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 100), ylim=(0, 56))
+    axes.axis("off")
+
+    def box(x: float, y: float, text: str, colour: str) -> None:
+        style = {"boxstyle": "round,pad=0.5", "facecolor": colour, "edgecolor": "#444444"}
+        axes.text(x, y, text, ha="center", va="center", fontsize=10.5, bbox=style, wrap=False)
+
+    def arrow(start: tuple[float, float], end: tuple[float, float], text: str) -> None:
+        axes.annotate("", xy=end, xytext=start, arrowprops={"arrowstyle": "-|>", "lw": 1.6, "color": "#444444"})
+        middle = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2
+        label = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+        axes.text(*middle, text, ha="center", va="center", fontsize=9.5, bbox=label)
+
+    question, exact, approximate, released = "#EAF2FB", "#CDEBD8", "#FBE6C8", "#EEDDDD"
+    box(50, 51, "Must the draws be those of the posterior,\nor is a fast approximation enough?", question)
+    box(26, 37, "Does one gradient of all data\nfit your budget at each step?", question)
+    box(78, 37, "What for?", question)
+    box(14, 20, "Underdamped(fixed_data=True)\nexact, tunes itself, 1 gradient\n(recommended)", exact)
+    box(40, 20, "Underdamped(acceptance=FullData(),\nexamples=...)\nexact, minibatch gradients,\n1 forward of all data", exact)
+    box(66, 20, "Underdamped(\nacceptance=AlwaysAccept())\nunadjusted: any batch, 1 gradient", approximate)
+    box(89, 20, "AdamMCMC\nAlgorithm 1 as printed:\nfollows Adam, too cold", approximate)
+    box(27, 5, "MALA: the same, 3 to 20 times slower\nExactAdamMCMC: Theorem 1, for those who study it", "#F4F4F4")
+    box(78, 5, "AsReleased: only to replicate\nthe published figures", released)
+    arrow((42, 48), (28, 41), "exact")
+    arrow((58, 48), (76, 40), "approximate")
+    arrow((22, 33.3), (15, 24.6), "yes")
+    arrow((30, 33.3), (39, 25.5), "no")
+    arrow((75, 35), (67, 24.6), "error bars")
+    arrow((81, 35), (88, 24.6), "the paper's algorithm")
+    arrow((88, 15.8), (82, 8), "its code")
+    figure.savefig(ASSETS / "choosing.png", dpi=120)
+
+
 if __name__ == "__main__":
     ASSETS.mkdir(exist_ok=True)
     draw_idea()
+    draw_choice()

@@ -12,6 +12,7 @@ from torch import nn
 
 from adammcmc import (
     AdamMCMC,
+    AlwaysAccept,
     BurnIn,
     Gaussian,
     Underdamped,
@@ -158,6 +159,21 @@ def test_bad_settings_are_refused(options: dict, message: str) -> None:  # type:
 def test_a_proposal_below_the_target_is_refused() -> None:
     with pytest.raises(ValueError, match="`proposal_acceptance` must exceed the target acceptance"):
         adam_mcmc(network(), burn_in=BurnIn(target_acceptance=0.9))
+
+
+def test_a_test_that_takes_everything_has_nothing_to_tune_to() -> None:
+    with pytest.raises(ValueError, match="there is nothing to adapt to"):
+        underdamped(network(), step_size=None, acceptance=AlwaysAccept())
+    with pytest.raises(ValueError, match="takes every step, however long"):
+        warm_up(gaussian, torch.zeros(4, 2), kernels.underdamped(0.1, acceptance=AlwaysAccept()), progress=False)
+    model = network()
+    sampler = underdamped(model, fixed_data=True, burn_in=60)
+    for _ in range(60):
+        sampler.step(closure(model))
+    sampler.acceptance = AlwaysAccept()
+    sampler.step(closure(model))
+    assert bool(sampler.info.is_accepted)
+    assert sampler.approximations() == ["no Metropolis correction"]
 
 
 # --- suggestions ----------------------------------------------------------------------------------------------------

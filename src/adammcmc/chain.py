@@ -14,7 +14,7 @@ from adammcmc.kernel import ChainState, Info, Kernel
 from adammcmc.leaves import flatten, unflatten
 from adammcmc.progress import track
 from adammcmc.target import Density
-from adammcmc.tuning import Adaptation, BurnIn, changed
+from adammcmc.tuning import Adaptation, BurnIn, changed, check_tunable
 
 __all__ = ["sample_density", "warm_up"]
 
@@ -169,6 +169,7 @@ def _adapted(kernel: Any, adaptation: Adaptation, potential: Density, state: Cha
 def _adaptation(kernel: Any, tune: BurnIn) -> Adaptation:
     if not hasattr(kernel, "scaled"):
         raise TypeError(f"{type(kernel).__name__} has nothing to tune.")
+    check_tunable(kernel.acceptance)
     return Adaptation(
         tune,
         target=kernel.target_acceptance,

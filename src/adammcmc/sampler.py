@@ -30,7 +30,7 @@ from adammcmc.leaves import Leaves
 from adammcmc.packing import Packing
 from adammcmc.stateful import BatchNormPolicy, Layers
 from adammcmc.target import Prior, Target
-from adammcmc.tuning import Adaptation, BurnIn, Change
+from adammcmc.tuning import Adaptation, BurnIn, Change, check_tunable
 
 __all__ = ["Params", "Sampler"]
 
@@ -226,6 +226,7 @@ class Sampler(torch.optim.Optimizer, ABC):
     def _start_burn_in(self) -> None:
         if self.burn_in is None:
             return
+        check_tunable(self.acceptance)
         packing = self._layout()
         prior, precision = self.target.prior, None
         if prior is not None and (values := prior.precision(packing.params)) is not None:

@@ -162,7 +162,8 @@ class Layers:
         for module in seen.frozen:
             _check_has_statistics(module, seen)
         self._seen = seen
-        self._moving = seen.moved()
+        moving = {module for module, _ in seen.moved()}  # with all its buffers: one may rest at first and move later
+        self._moving = [key for key in seen.buffers if key[0] in moving]
         self._backup = [seen.buffers[key] for key in self._moving]
         seen.buffers.clear()
         concerned = (m for m in seen.modules if isinstance(m, _BatchNorm | _DropoutNd) or m._buffers)

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from adammcmc.acceptance import Test
 from adammcmc.leaves import Leaves, inner, per_chain
 from adammcmc.proposal import Prolate
 from adammcmc.target import Evaluation, Potential
 
-__all__ = ["Adaptation", "BurnIn", "Change", "changed", "momentum_spread"]
+__all__ = ["Adaptation", "BurnIn", "Change", "changed", "check_tunable", "momentum_spread"]
 
 _SMALLEST_NOISE = 1e-3  # of the step: below, noise has nothing left to tune
 
@@ -236,6 +237,15 @@ class Adaptation:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the other one stood."""
         self.__dict__.update(state)
+
+
+def check_tunable(acceptance: Test) -> None:
+    """Refuse to tune to the acceptance of a test that takes everything."""
+    if not acceptance.needs_noise:
+        raise ValueError(
+            f"there is nothing to adapt to: '{acceptance}' takes every step, however long. Give the step size and no `burn_in`, "
+            "or adapt with a Metropolis test on fixed data first and then set `sampler.acceptance`."
+        )
 
 
 def changed(kernel: Any, change: Change, structure: Any = None) -> Any:

@@ -129,10 +129,12 @@ def as_released(
 
         tau = theta - u + sigma eps + sigma_along zeta * u               (zeta: one number for each WEIGHT)
 
-    with the density ratio of ONE scalar z (`proposal.Elementwise`). Nothing is left invariant: not the target, not a tempered
-    version of it. With many weights the ratio tends to exp(-2 / sigma_along^2) whatever was drawn, so that nearly every move
-    is taken: **approximate**, and close to Adam with added noise. Arguments and cost are those of `adam_mcmc`; the released
-    code also uses the batch's mean loss with lambda = 1, see `adammcmc.from_paper(..., loss="mean")`.
+    with the density ratio of ONE scalar z (`proposal.Elementwise`). Target: none that could be named; neither exp(-U) nor a
+    tempered version of it is left invariant. With many weights the proposal's ratio tends to exp(-2 / sigma_along^2) whatever
+    was drawn, so that it is **approximately** Adam with added noise. Arguments are those of `adam_mcmc`; the released code also
+    uses the batch's mean loss with lambda = 1, see `adammcmc.from_paper(..., loss="mean")`.
+
+    Cost: as `adam_mcmc`.
     """
     kernel = adam_mcmc(lr, betas, eps, sigma=sigma, sigma_along=sigma_along, acceptance=acceptance)
     return replace(kernel, proposal=Elementwise(sigma, sigma_along), name="AdamMCMC as released (not Algorithm 1)")

@@ -220,7 +220,7 @@ def hmc(
 ) -> UnderdampedKernel:
     """Hamiltonian Monte Carlo: `underdamped` with a new momentum at each step, and a fresh uniform number.
 
-        v ~ N(0, A);  num_leapfrog leapfrog steps of size h;  accept with min(1, exp(Y))
+        v ~ N(0, A);  (tau, v') = num_leapfrog leapfrog steps of size h from (theta, v);  accept with min(1, exp(Y))
 
     Target: p ~ exp(-U), **exactly**, under the conditions of `underdamped`. Cost: `num_leapfrog` forwards and backwards.
     """
