@@ -243,8 +243,8 @@ def check_tunable(acceptance: Test) -> None:
     """Refuse to tune to the acceptance of a test that takes everything."""
     if not acceptance.needs_noise:
         raise ValueError(
-            f"there is nothing to adapt to: '{acceptance}' takes every step, however long. Give the step size and no `burn_in`, "
-            "or adapt with a Metropolis test on fixed data first and then set `sampler.acceptance`."
+            f"there is nothing to adapt to: '{acceptance}' takes every step, however long. Give the step size and no "
+            "`burn_in`, or adapt with a Metropolis test on fixed data first and then set `sampler.acceptance`."
         )
 
 
