@@ -132,7 +132,7 @@ def test_initial_is_left_alone_and_draws_do_not_alias() -> None:
         ({"initial": torch.zeros(4, 2, dtype=torch.long)}, TypeError, "floating point"),
         ({"log_density": lambda x: 1.0}, TypeError, "must return a tensor, got float"),
         ({"kernel": kernels.mala(0.1, preconditioner=torch.ones(3))}, ValueError, "`preconditioner` must have the structure"),
-        ({"kernel": kernels.mala(0.1, preconditioner=-torch.ones(2))}, ValueError, "positive everywhere"),
+        ({"kernel": kernels.mala(0.1, preconditioner=-torch.ones(2))}, ValueError, "positive and finite everywhere"),
         ({"initial": {"a": 1.0}}, TypeError, "must be tensors"),
         ({"initial": {}}, ValueError, "holds no tensor"),
         ({"initial": (torch.zeros(4, 2), torch.zeros(5, 2))}, ValueError, "chains on their first axis"),

@@ -42,7 +42,7 @@ from tests.doors import DOORS, X, Y, adam_mcmc, closure, full_data, mala, networ
         (lambda m: adam_mcmc(m, prior=Gaussian((1.0, 2.0))), ValueError, "2 scales for 4 trainable tensors"),
         (lambda m: mala(m, prior=None), ValueError, "needs a proper `prior`"),
         (lambda m: mala(m, preconditioner=[torch.ones(3)]), ValueError, "one tensor of the same shape"),
-        (lambda m: mala(m, preconditioner=[0 * p for p in m.parameters()]), ValueError, "positive everywhere"),
+        (lambda m: mala(m, preconditioner=[0 * p for p in m.parameters()]), ValueError, "positive and finite everywhere"),
         (lambda m: mala(m, examples=TensorExamples(len, X[:10])), ValueError, "`num_data` is 64, but `examples` holds 10"),
         (lambda m: AdamMCMC([nn.Parameter(torch.zeros(2, dtype=torch.cfloat))], num_data=1, sigma=1), ValueError, "complex"),
         (

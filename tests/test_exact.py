@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -190,7 +191,7 @@ def test_exact_doors_refuse_what_would_not_be_exact() -> None:
         exact_adam(model, prior=None)
     with pytest.raises(ValueError, match="`momentum_spread` must be two positive numbers"):
         exact_adam(model, momentum_spread=(1.0, 0.0))
-    with pytest.raises(ValueError, match="`num_leapfrog` must be at least 1"):
+    with pytest.raises(ValueError, match="`num_leapfrog` must be a whole number, at least 1"):
         underdamped(model, num_leapfrog=0)
     with pytest.raises(ValueError, match="`friction` must not be negative"):
         underdamped(model, friction=-1.0)
@@ -238,3 +239,96 @@ def test_schedulers_and_groups_drive_the_step_size() -> None:
     scheduler.step()
     assert [g["lr"] for g in sampler.param_groups] == [5e-3, 2.5e-2]
     sampler.step(lambda: F.cross_entropy(model(X), Y))
+
+
+def test_a_preconditioner_given_is_not_learnt_over() -> None:
+    model = network()
+    given = [torch.full_like(p, 2.0) for p in model.parameters()]
+    sampler = underdamped(model, preconditioner=given, fixed_data=True, burn_in=60)
+    for _ in range(70):
+        sampler.step(closure(model))
+    assert all(torch.equal(sampler.state[p]["preconditioner"], a) for p, a in zip(model.parameters(), given, strict=True))
+    next(iter(model.parameters()))
+    for p in model.parameters():
+        sampler.state[p]["preconditioner"].fill_(1e-6)
+    before = weights(model)
+    sampler.step(closure(model))
+    moved = max(float((a - b).abs().max()) for a, b in zip(before, weights(model), strict=True))
+    assert moved < 3 * 4 * 1e-3 * sampler.param_groups[0]["lr"], "a preconditioner written by the user is used at once"
+
+
+@pytest.mark.parametrize("when", ["in burn-in", "after it"])
+def test_parameters_that_come_or_go_on_the_way(when: str) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def loss() -> torch.Tensor:
+        return F.cross_entropy(second(first(X).tanh()), Y)
+
+    sampler = Underdamped(first.parameters(), 1e-2, num_data=64, prior=Gaussian(), fixed_data=True, burn_in=60)
+    for _ in range(20 if when == "in burn-in" else 90):
+        sampler.step(loss)
+    sampler.add_param_group({"params": list(second.parameters())})
+    before = weights(second)
+    for _ in range(80):
+        sampler.step(loss)
+    assert not same(before, weights(second))
+    first.requires_grad_(False)
+    for _ in range(40):
+        sampler.step(loss)
+    assert sampler.health().num_steps > 0
+
+
+def test_what_was_saved_decides_whether_it_adapts() -> None:
+    model = network()
+    adapting = underdamped(model, fixed_data=True, burn_in=60)
+    for _ in range(20):
+        adapting.step(closure(model))
+    plain = underdamped(model, fixed_data=True)
+    plain.load_state_dict(adapting.state_dict())
+    assert plain.is_adapting
+    done = underdamped(model, fixed_data=True)
+    done.step(closure(model))
+    fresh = underdamped(model, fixed_data=True, step_size=None)
+    assert fresh.is_adapting
+    fresh.load_state_dict(done.state_dict())
+    assert not fresh.is_adapting
+
+
+def test_weights_that_become_double_go_on() -> None:
+    for make in (underdamped, exact_adam):
+        model = network()
+        sampler = make(model, fixed_data=True)
+        sampler.step(closure(model))
+        model.double()
+        sampler.step(closure(model))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"burn_in": -5}, "`burn_in` must be a number of steps, a BurnIn, or None, got -5"),
+        ({"burn_in": True}, "`burn_in` must be a number of steps"),
+        ({"burn_in": 200.0}, "`burn_in` must be a number of steps"),
+        ({"step_size": 0.0}, "`step_size` must be positive"),
+        ({"num_leapfrog": 2.0}, "`num_leapfrog` must be a whole number"),
+        ({"preconditioner": {"a": torch.ones(2)}}, "`preconditioner` must have one tensor of the same shape"),
+    ],
+)
+def test_likely_mistakes_are_named(options: dict, message: str) -> None:  # type: ignore[type-arg]
+    model = network()
+    with pytest.raises(ValueError, match=message):
+        underdamped(model, **options).step(closure(model))
+
+
+def test_no_burn_in_is_none_and_whole_numbers_of_all_kinds_count() -> None:
+    assert underdamped(network(), burn_in=0).burn_in is None
+    assert underdamped(network(), burn_in=np.int64(50)).burn_in == BurnIn(num_steps=50)
+    assert mala(network(), step_size=None).is_adapting
+
+
+def test_noise_below_the_spacing_counts_the_preconditioner() -> None:
+    model = network()
+    tiny = [torch.full_like(p, 1e-16) for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"`step_size \* A\^1/2` = .* is below the spacing"):
+        underdamped(model, preconditioner=tiny).step(closure(model))

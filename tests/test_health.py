@@ -145,6 +145,30 @@ def test_noise_that_cannot_be_seen_is_asked_for() -> None:
     assert 'reduction="none"' in health.verdict
 
 
+def test_proposals_outside_of_the_prior_do_not_hide_the_noise() -> None:
+    generator = torch.Generator().manual_seed(3)
+    centres = torch.randn(500, generator=generator).double()
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    sampler = AdamMCMC([p], lr=0.0, num_data=500, sigma=0.1, prior=UniformBox(-0.15, 0.15), generator=seeded())
+    for _ in range(800):
+        rows = torch.randint(500, (100,), generator=generator)
+        sampler.step(lambda: 0.5 * (p - centres[rows]) ** 2)  # noqa: B023
+    health = sampler.health()
+    assert health.rejected_not_finite > 0.05
+    assert health.noise > 0.3
+    assert "unknown noise" not in kinds(health)
+
+
+def test_u_that_was_only_estimated_is_not_judged() -> None:
+    model = network()
+    sampler = AdamMCMC(model.parameters(), lr=1e-4, num_data=64, sigma=1e-4, sigma_along=2.0, prior=Gaussian())
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        rows = torch.randint(64, (32,), generator=generator)
+        sampler.step(lambda: F.cross_entropy(model(X[rows]), Y[rows], reduction="none"))  # noqa: B023
+    assert math.isnan(sampler.health().effective_draws)
+
+
 def test_algorithm_1_is_found_to_be_biased() -> None:
     """At a healthy acceptance: it slides down its momentum. The exact kernel on the same target is not accused."""
     p = free(100)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from scipy import stats
 
-from adammcmc import AlwaysAccept, ChainState, Density, FullData, Kernel, Minibatch, kernels, sample_density
+from adammcmc import AlwaysAccept, BurnIn, ChainState, Density, FullData, Kernel, Minibatch, kernels, sample_density, warm_up
 from benchmarks import bias
 from tests.targets import TARGETS, KnownTarget
 
@@ -165,6 +165,19 @@ def test_without_its_correction_the_exact_chain_is_biased() -> None:
 
     wrong = Uncorrected(**{field.name: getattr(kernel, field.name) for field in fields(kernel)})
     assert min(p_values(TARGETS[0], wrong)) < 1e-10
+
+
+def test_a_trajectory_that_diverges_is_a_rejection() -> None:
+    """Far steps on a quartic run off to infinity; the chain stays healthy where it stands."""
+    initial = 0.5 * torch.randn(200, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    draws, info = sample_density(lambda z: -(z**4).sum(1), initial, kernels.hmc(1.5, 20), num_steps=20)
+    assert not info.is_finite.all()
+    assert draws.isfinite().all()
+    kernel, params = warm_up(
+        lambda z: -(z**4).sum(1), initial, kernels.hmc(1.5, 20), tune=BurnIn(num_steps=300), progress=False
+    )
+    _, info = sample_density(lambda z: -(z**4).sum(1), params, kernel, num_steps=200)
+    assert 0.6 < float(info.acceptance_rate.mean()) < 0.97
 
 
 # --- Algorithm 1 ----------------------------------------------------------------------------------------------------

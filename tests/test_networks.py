@@ -102,8 +102,14 @@ def test_the_two_sided_test_tells_exact_from_biased() -> None:
 
 
 def test_a_reference_of_few_draws_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 8 draws"):
+    with pytest.raises(ValueError, match="`reference` must hold at least 8 starting points"):
         two_sided(lambda x: -x.square().sum(1), kernels.mala(0.1), torch.zeros(3, 2), torch.zeros(3, 2), num_steps=5)
+
+
+def test_two_sides_that_start_at_one_level_decide_nothing() -> None:
+    normal = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    test = two_sided(lambda x: -x.square().sum(1) / 2, kernels.mala(1e-9), normal, normal, num_steps=20, progress=False)
+    assert test.verdict.startswith("undecided")
 
 
 def test_effective_size_of_an_autoregression_is_the_formula() -> None:

@@ -303,3 +303,132 @@ def test_always_accept_moves_buffers_once() -> None:
         sampler.step(lambda: F.cross_entropy(model(X), Y))
         assert int(model[1].num_batches_tracked) == k
     assert math.isfinite(float(sampler.info.loss))
+
+
+# --- what moves, is toggled or hides on the way -------------------------------------------------------------------------
+
+
+def fixed(model: nn.Module, **options: object) -> Underdamped:
+    return Underdamped(model.parameters(), 1e-6, num_data=64, prior=Gaussian(), fixed_data=True, generator=seeded(), **options)
+
+
+def test_dropout_switched_on_under_fixed_data_is_refused() -> None:
+    model = network(norm=False).eval()
+    sampler = fixed(model)
+    for _ in range(3):
+        sampler.step(lambda: F.cross_entropy(model(X), Y))
+    model.train()
+    with pytest.raises(StochasticClosure, match="Dropout"):
+        sampler.step(lambda: F.cross_entropy(model(X), Y))
+
+
+def test_functional_dropout_is_seen_by_the_numbers_it_draws() -> None:
+    class Functional(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(super().forward(x), 0.5, self.training)
+
+    model = Functional(5, 3).eval()
+    sampler = fixed(model)
+    sampler.step(lambda: F.cross_entropy(model(X), Y))
+    model.train()
+    with pytest.raises(StochasticClosure, match="the loss draws random numbers"):
+        sampler.step(lambda: F.cross_entropy(model(X), Y))
+    other = AdamMCMC(model.parameters(), num_data=64, sigma=1e-2)
+    other.step(lambda: F.cross_entropy(model(X), Y))
+    assert "the loss draws new random numbers at each step" in other.approximations()
+
+
+@pytest.mark.parametrize("how", ["mode", "statistics"])
+def test_what_was_known_is_void_when_the_loss_became_another(how: str) -> None:
+    """Another mode, or statistics that the user's own forwards moved: a move of length zero must still have Y = 0."""
+    model = network(dropout=0.0)
+    for _ in range(20):
+        model(X + 1)
+    sampler = fixed(model, batch_norm="frozen")
+    for _ in range(3):
+        sampler.step(lambda: F.cross_entropy(model(X), Y))
+    if how == "mode":
+        model.eval()
+        model[1].train()
+    else:
+        model(5 * X)
+    sampler.step(lambda: F.cross_entropy(model(X), Y))
+    assert abs(float(sampler.info.log_ratio)) < 0.01
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_models_are_seen_from_outside(is_warm: bool) -> None:
+    model = network()
+    compiled = torch.compile(model, backend="eager")
+    if is_warm:
+        compiled(X)
+    sampler = AdamMCMC(model.parameters(), lr=1e-2, num_data=64, sigma=0.2, generator=seeded())
+    rejected = 0
+    for _ in range(15):
+        before = everything(model)
+        sampler.step(lambda: F.cross_entropy(compiled(X), Y))
+        if not sampler.info.is_accepted:
+            rejected += 1
+            assert same(before, everything(model))
+    assert rejected > 3
+    assert "BatchNorm: batch statistics" in sampler.describe()
+    assert "dropout: one mask" in sampler.describe()
+
+
+def test_batch_norm_without_running_statistics_uses_the_batch_in_every_mode() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3)).eval()
+    examples = TensorExamples(lambda x, y: F.cross_entropy(model(x), y, reduction="none"), X, Y)
+    sampler = AdamMCMC(model.parameters(), num_data=64, sigma=1e-2, acceptance=FullData(), examples=examples)
+    with pytest.raises(PerExampleLossRequired, match="BatchNorm1d"):
+        sampler.step(lambda: F.cross_entropy(model(X), Y))
+
+
+def test_functional_batch_statistics_are_found_out() -> None:
+    model = nn.Linear(5, 3)
+    examples = TensorExamples(
+        lambda x, y: F.cross_entropy(F.batch_norm(model(x), None, None, training=True), y, reduction="none"), X, Y
+    )
+    sampler = AdamMCMC(model.parameters(), num_data=64, sigma=1e-2, acceptance=FullData(), examples=examples)
+    with pytest.raises(PerExampleLossRequired, match="differ from those of its halves"):
+        sampler.step(lambda: F.cross_entropy(model(X), Y))
+
+
+class Counter(nn.Module):
+    """A buffer that moves, from some call on."""
+
+    def __init__(self, rests: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.calls, self.rests = 0, rests
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > self.rests:
+            self.count += 1
+        return x
+
+
+@pytest.mark.parametrize("rests", [0, 7])
+def test_a_buffer_that_starts_to_move_later_is_put_back_too(rests: int) -> None:
+    model = nn.Sequential(nn.Linear(5, 8), Counter(rests), nn.Tanh(), nn.Linear(8, 3))
+    examples = TensorExamples(lambda x, y: F.cross_entropy(model(x), y, reduction="none"), X, Y)
+    for options in ({}, {"acceptance": FullData(chunk_size=7), "examples": examples}):
+        sampler = AdamMCMC(model.parameters(), lr=1e-2, num_data=64, sigma=0.1, generator=seeded(), **options)
+        for _ in range(20):
+            before = float(model[1].count)
+            sampler.step(lambda: F.cross_entropy(model(X), Y))
+            assert float(model[1].count) - before in ((0, 1) if sampler.info.is_accepted else (0,))
+
+
+@pytest.mark.filterwarnings("ignore:burn-in reached")
+def test_the_pilot_of_the_exact_chain_leaves_no_trace() -> None:
+    model = network(dropout=0.0)
+    sampler = DOORS["ExactAdamMCMC"](model, burn_in=60)
+    for _ in range(70):
+        before, tracked = everything(model), int(model[1].num_batches_tracked)
+        sampler.step(lambda: F.cross_entropy(model(X), Y))
+        if sampler.info.is_accepted:
+            assert int(model[1].num_batches_tracked) == tracked + 1
+        else:
+            assert same(before, everything(model))

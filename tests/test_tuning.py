@@ -14,7 +14,9 @@ from adammcmc import (
     AdamMCMC,
     AlwaysAccept,
     BurnIn,
+    FullData,
     Gaussian,
+    TensorExamples,
     Underdamped,
     calibrate_sigma,
     kernels,
@@ -87,6 +89,41 @@ def test_burn_in_waits_until_u_is_flat() -> None:
         levels.append(float(sampler.info.potential))
     assert abs(sum(levels) / len(levels) - 200) < 30  # standard deviation of U is 14
     assert abs(float(sampler.health().acceptance) - 0.85) < 0.06
+
+
+def test_noise_of_the_batch_does_not_pass_for_a_flat_u() -> None:
+    """Minibatch gradients, full-data test: U is known on all data, and burn-in waits for that."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(1000, 60, generator=generator)
+    targets = inputs[:, 0] + torch.randn(1000, generator=generator)
+    w = nn.Parameter(torch.linalg.solve(inputs.T @ inputs + torch.eye(60), inputs.T @ targets))  # the optimum
+
+    def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return 0.5 * (x @ w - y) ** 2
+
+    with torch.no_grad():
+        lowest = float(losses(inputs, targets).sum() + 0.5 * w.square().sum())
+    sampler = Underdamped(
+        [w],
+        num_data=1000,
+        prior=Gaussian(),
+        acceptance=FullData(),
+        examples=TensorExamples(losses, inputs, targets),
+        generator=seeded(),
+    )
+    rows = torch.Generator().manual_seed(1)
+    levels = []
+    while sampler.is_adapting or len(levels) < 500:
+        chosen = torch.randint(1000, (100,), generator=rows)
+        sampler.step(lambda: losses(inputs[chosen], targets[chosen]))  # noqa: B023
+        if not sampler.is_adapting:
+            levels.append(float(sampler.info.potential) - lowest)
+    assert 20 < sum(levels) / len(levels) < 40  # 30 at rest, with a standard deviation of 5.5
+
+
+def test_warming_up_warns_when_it_did_not_arrive() -> None:
+    with pytest.warns(UserWarning, match="while U was still moving"):
+        warm_up(gaussian, torch.full((10, 50), 1000.0), kernels.underdamped(1e-5), tune=BurnIn(max_steps=60), progress=False)
 
 
 def test_nothing_is_collected_while_it_adapts() -> None:
@@ -242,6 +279,8 @@ def test_calibrate_sigma_stops_where_confidence_meets_accuracy() -> None:
     missed = calibrate_sigma(draw, targets, [0.1, 0.2])
     assert not missed.is_bracketed
     assert "never fell" in str(missed)
+    with pytest.raises(ValueError, match="apply softmax to logits"):
+        calibrate_sigma(lambda sigma: torch.full((2, 4000, 2), -3.0), targets, torch.tensor([0.1]).numpy())
     with pytest.raises(ValueError, match="`sigmas` must be ascending"):
         calibrate_sigma(draw, targets, [0.2, 0.1])
     with pytest.raises(ValueError, match=r"of shape \(draws, 4000, classes\)"):

@@ -232,8 +232,9 @@ def calibrate_sigma(draw: Callable[[float], Tensor], targets: Tensor, sigmas: Se
         targets: the held-out classes, (examples,).
         sigmas: what to try, ascending.
     """
-    if list(sigmas) != sorted(sigmas) or not sigmas:
-        raise ValueError(f"`sigmas` must be ascending, and not empty, got {list(sigmas)}.")
+    sigmas = [float(sigma) for sigma in sigmas]
+    if sigmas != sorted(sigmas) or not sigmas:
+        raise ValueError(f"`sigmas` must be ascending, and not empty, got {sigmas}.")
     rows: list[CalibrationRow] = []
     for sigma in sigmas:
         probabilities = draw(sigma)
@@ -242,6 +243,8 @@ def calibrate_sigma(draw: Callable[[float], Tensor], targets: Tensor, sigmas: Se
                 f"`draw` must return probabilities of shape (draws, {len(targets)}, classes), got {tuple(probabilities.shape)}."
             )
         mean = probabilities.mean(0)
+        if bool((mean < 0).any()) or not torch.allclose(mean.sum(1), torch.ones_like(mean[:, 0]), atol=1e-3):
+            raise ValueError("`draw` must return probabilities that sum to 1 over the classes; apply softmax to logits.")
         confidence, predicted = mean.max(1)
         nll = -mean.gather(1, targets[:, None]).clamp_min(1e-12).log().mean()
         rows.append(CalibrationRow(sigma, float((predicted == targets).float().mean()), float(confidence.mean()), float(nll)))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adammcmc.errors import NonFiniteLoss, StochasticClosure
 from adammcmc.kernel import ChainState, Info, Kernel
-from adammcmc.leaves import flatten, unflatten
+from adammcmc.leaves import Leaves, flatten, unflatten
 from adammcmc.progress import track
 from adammcmc.target import Density
 from adammcmc.tuning import Adaptation, BurnIn, changed, check_tunable
@@ -65,8 +65,8 @@ def sample_density(
             f"{tune.num_steps}. What is drawn while adapting has no invariant distribution; make burn_in longer."
         )
     potential, state, generator, structure = _begin(log_density, initial, kernel, seed)
-    adaptation = None if tune is None else _adaptation(kernel, replace(tune, num_steps=tune.num_steps or burn_in))
     leaves = flatten(state.params)[0]
+    adaptation = None if tune is None else _adaptation(kernel, replace(tune, num_steps=tune.num_steps or burn_in), leaves)
     num_draws = (num_steps - burn_in) // gap
     draws = [x.new_empty(x.shape[0], num_draws, *x.shape[1:]) for x in leaves]
     infos: list[Info] = []
@@ -80,16 +80,21 @@ def sample_density(
                 kept[:, draw - 1] = leaf
             infos.append(info)
     result = unflatten(tuple(draws), structure), Info(*(torch.stack(field, 1) for field in zip(*infos, strict=True)))
-    if bool((state.frozen_at >= 0).any()):
-        chain = int((state.frozen_at >= 0).nonzero()[0])
-        error = NonFiniteLoss(
-            f"{int((state.frozen_at >= 0).sum())} chains met a NaN or infinite density or gradient at their own position and "
-            f"stopped there; the first is chain {chain}, at step {int(state.frozen_at[chain])}. The draws so far are in the "
-            "exception's `result`."
-        )
-        error.result = result
-        raise error
+    _check_not_frozen(state, result)
     return result
+
+
+def _check_not_frozen(state: ChainState, result: Any) -> None:
+    if not bool((state.frozen_at >= 0).any()):
+        return
+    chain = int((state.frozen_at >= 0).nonzero()[0])
+    error = NonFiniteLoss(
+        f"{int((state.frozen_at >= 0).sum())} chains met a NaN or infinite density or gradient at their own position and "
+        f"stopped there; the first is chain {chain}, at step {int(state.frozen_at[chain])}. What there is so far is in the "
+        "exception's `result`."
+    )
+    error.result = result
+    raise error
 
 
 def _check_deterministic(potential: Density, state: ChainState) -> None:
@@ -132,12 +137,14 @@ def warm_up(
     """
     tune = tune or BurnIn()
     potential, state, generator, _ = _begin(log_density, initial, kernel, seed)
-    adaptation = _adaptation(kernel, tune)
+    adaptation = _adaptation(kernel, tune, flatten(state.params)[0])
     for _ in track(range(tune.num_steps or tune.max_steps), "adapting", show=progress):
         state, info = kernel.step(state, potential, generator)
         kernel = _adapted(kernel, adaptation, potential, state, info)
         if adaptation.is_done:
             break
+    _check_not_frozen(state, (kernel, state.params))
+    adaptation.warn(state.step, stacklevel=2)
     return kernel, state.params
 
 
@@ -166,13 +173,14 @@ def _adapted(kernel: Any, adaptation: Adaptation, potential: Density, state: Cha
     return changed(kernel, change, structure)
 
 
-def _adaptation(kernel: Any, tune: BurnIn) -> Adaptation:
+def _adaptation(kernel: Any, tune: BurnIn, leaves: Leaves) -> Adaptation:
     if not hasattr(kernel, "scaled"):
         raise TypeError(f"{type(kernel).__name__} has nothing to tune.")
     check_tunable(kernel.acceptance)
     return Adaptation(
         tune,
         target=kernel.target_acceptance,
+        num_params=sum(x[0].numel() for x in leaves),
         tunes_sigma_along=hasattr(kernel, "with_sigma_along"),
         learns=hasattr(kernel, "with_preconditioner"),
     )

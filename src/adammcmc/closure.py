@@ -130,7 +130,7 @@ class ClosurePotential:
         assert self._examples is not None
         self.place(params)
         with torch.no_grad():
-            return self._layers.example_losses(lambda: self._examples.losses(indices))[None]  # type: ignore[union-attr]
+            return self._layers.example_losses(self._examples.losses, indices)[None]
 
     def place(self, params: Leaves) -> None:
         """Write these values into the live parameters, unless they are there already."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from adammcmc.chain import sample_density
 from adammcmc.kernel import Kernel
+from adammcmc.leaves import flatten
 
 __all__ = ["TwoSided", "two_sided"]
 
@@ -58,6 +59,10 @@ class TwoSided:
     def verdict(self) -> str:
         """In words."""
         late, optimum = self.late(self.from_reference)[0], self.late(self.from_optimum)[0]
+        first = self.from_optimum[:, 0]
+        error = math.hypot(float(first.std()) / math.sqrt(len(first)), self.level_error)
+        if self.stays and abs(float(first.mean()) - self.level) < 4 * error:
+            return f"undecided: both sides started at one level of U, {self.level:.0f}, so that staying there proves little"
         if self.stays and self.meets:
             return f"agrees: U stays at {self.level:.0f} from draws of the target and arrives there from the optimum"
         if self.stays:
@@ -102,9 +107,10 @@ def two_sided(
         >>> test.stays, test.meets
         (True, True)
     """
+    for name, value in (("reference", reference), ("optimum", optimum)):
+        if (count := len(flatten(value)[0][0])) < 8:
+            raise ValueError(f"`{name}` must hold at least 8 starting points, one for each chain, got {count}.")
     _, above = sample_density(log_density, reference, kernel, num_steps=num_steps, seed=seed, progress=progress)
     _, below = sample_density(log_density, optimum, kernel, num_steps=num_steps, seed=seed + 1, progress=progress)
     start = above.potential[:, 0]
-    if len(start) < 8:
-        raise ValueError(f"`reference` must hold at least 8 draws, one for each chain, got {len(start)}.")
     return TwoSided(above.potential, below.potential, float(start.mean()), float(start.std() / math.sqrt(len(start))))

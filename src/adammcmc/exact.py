@@ -22,7 +22,7 @@ from adammcmc.data import Examples
 from adammcmc.kernel import ChainState, Info, Kernel
 from adammcmc.kernels.exact_adam import NoisyMoments
 from adammcmc.kernels.hamiltonian import Momentum
-from adammcmc.leaves import Leaves
+from adammcmc.leaves import Leaves, widen
 from adammcmc.packing import Packing
 from adammcmc.proposal import Prolate
 from adammcmc.sampler import Params, Sampler
@@ -57,14 +57,16 @@ class _Preconditioned(_Exact):
     def __init__(
         self, params: Params, defaults: dict[str, Any], *, preconditioner: Sequence[Tensor] | None, **options: Any
     ) -> None:
-        self._diagonal: tuple[Packing, Leaves | None] | None = None
+        self._diagonal: tuple[Any, Leaves | None, list[float]] | None = None
+        self._learns_preconditioner = preconditioner is None
         super().__init__(params, defaults, **options)
         if preconditioner is not None:
             trainable = self._trainable()
-            if [a.shape for a in preconditioner] != [p.shape for p in trainable]:
+            given = list(preconditioner)
+            if not all(isinstance(a, Tensor) for a in given) or [a.shape for a in given] != [p.shape for p in trainable]:
                 raise ValueError("`preconditioner` must have one tensor of the same shape for each trainable parameter.")
-            if not all(bool((a > 0).all()) for a in preconditioner):
-                raise ValueError("`preconditioner` must be positive everywhere.")
+            if not all(bool(((a > 0) & a.isfinite()).all()) for a in given):
+                raise ValueError("`preconditioner` must be positive and finite everywhere.")
             for p, a in zip(trainable, preconditioner, strict=True):
                 self.state[p]["preconditioner"] = a.detach().to(p.device, p.dtype, copy=True)
             self._diagonal = None
@@ -75,19 +77,37 @@ class _Preconditioned(_Exact):
         super().add_param_group(param_group)
 
     def _preconditioner(self, packing: Packing) -> Leaves | None:
-        if self._diagonal is None or self._diagonal[0] is not packing:
-            parts = [self.state[p]["preconditioner"] for p in packing.params if "preconditioner" in self.state[p]]
-            if parts and len(parts) != len(packing.params):
-                raise ValueError("some parameters have a preconditioner and some have none.")
-            packed = tuple(leaf[0] for leaf in packing.pack(parts, packing.new())) if parts else None
-            self._diagonal = packing, packed
+        parts = [self.state[p].get("preconditioner") for p in packing.params]
+        known = [a for a in parts if a is not None]
+        key = (packing, *((id(a), a._version) for a in known))
+        if self._diagonal is None or self._diagonal[0] != key:
+            packed, roots = None, [1.0] * len(packing.members)
+            if known:
+                # parameters that came later take the mean of the others
+                mean = sum(float(a.double().sum()) for a in known) / sum(a.numel() for a in known)
+                full = [torch.full_like(p, mean) if a is None else a for p, a in zip(packing.params, parts, strict=True)]
+                packed = tuple(leaf[0] for leaf in packing.pack(full, packing.new()))
+                roots = [math.sqrt(float(a.min())) for a in packed]
+            self._diagonal = key, packed, roots
         return self._diagonal[1]
+
+    def _smallest_roots(self, packing: Packing) -> list[float]:
+        """The smallest A^1/2 in each leaf."""
+        self._preconditioner(packing)
+        assert self._diagonal is not None
+        return self._diagonal[2]
 
     def _set_preconditioner(self, packing: Packing, diagonal: Leaves) -> None:
         leaves = tuple(a[None].to(leaf.dtype) for a, leaf in zip(diagonal, packing.memory[0], strict=True))
         for p, view in zip(packing.params, packing.views(leaves), strict=True):
             self.state[p]["preconditioner"] = view.clone()
         self._diagonal = None
+
+
+def _fits(leaves: Leaves, packing: Packing) -> bool:
+    """Whether these are leaves of this layout, in the dtype that is computed in."""
+    wanted = [widen(x) for x in packing.memory[0]]
+    return [(x.shape, x.dtype) for x in leaves] == [(x.shape, x.dtype) for x in wanted]
 
 
 class Underdamped(_Preconditioned):
@@ -117,6 +137,7 @@ class Underdamped(_Preconditioned):
     """
 
     _target_acceptance = kernels.UnderdampedKernel.target_acceptance
+    _noise_name = "step_size * A^1/2"
 
     def __init__(
         self,
@@ -164,8 +185,11 @@ class Underdamped(_Preconditioned):
         )
 
     def _sigmas(self) -> list[float]:
-        """The length of a drift in h v, as far as rounding is concerned."""
-        return [float(lr) for lr in self._options("lr")]
+        """The length of a drift, as far as rounding is concerned."""
+        if 0.0 in self._options("lr"):
+            raise ValueError("`step_size` must be positive (did a scheduler bring it to 0?): the chain would not move.")
+        roots = self._smallest_roots(self._layout())
+        return [float(lr) * root for lr, root in zip(self._options("lr"), roots, strict=True)]
 
     def _rescale(self, factor: float) -> None:
         for group in self.param_groups:
@@ -173,7 +197,7 @@ class Underdamped(_Preconditioned):
 
     def _gather(self, packing: Packing) -> Momentum | None:
         memory = self._memory
-        if memory is None or [m.shape for m in memory.momentum] != [x.shape for x in packing.memory[0]]:
+        if memory is None or not _fits(memory.momentum, packing):
             return None  # other parameters than before: a new velocity is as good
         return Momentum(*memory)
 
@@ -192,7 +216,7 @@ class MALA(_Preconditioned):
 
     Args:
         params: as for any optimizer. Groups may differ in step_size and sigma.
-        step_size: h; kept under torch's name "lr" in the parameter groups, so that schedulers find it.
+        step_size: h; None finds it in burn-in. Kept under torch's name "lr" in the groups, so that schedulers find it.
         num_data: the number of training examples n.
         prior: required, and proper: an exact chain on an improper posterior has nothing to converge to.
         sigma: None is sqrt(2 h).
@@ -209,7 +233,7 @@ class MALA(_Preconditioned):
     def __init__(
         self,
         params: Params,
-        step_size: float,
+        step_size: float | None = None,
         *,
         num_data: int,
         prior: Prior,
@@ -224,9 +248,11 @@ class MALA(_Preconditioned):
         burn_in: BurnIn | int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
+        if step_size is None and burn_in is None:
+            burn_in = BurnIn()
         super().__init__(
             params,
-            {"lr": step_size, "sigma": sigma, "sigma_along": sigma_along},
+            {"lr": 1e-6 if step_size is None else step_size, "sigma": sigma, "sigma_along": sigma_along},
             target=Target(num_data, inverse_temperature, prior),
             preconditioner=preconditioner,
             acceptance=acceptance,
@@ -340,13 +366,18 @@ class ExactAdamMCMC(_Exact):
         if self.momentum_spread is None:
             if self._here is None:
                 self._here = potential.evaluate(current, with_grad=True)
+                self._layers.abort()
             self._measure(potential, current, self._here)
 
     def _measure(self, potential: ClosurePotential, params: Leaves, here: Evaluation) -> None:
         lr = max(float(lr) for lr in self._options("lr"))
         proposal = Prolate(self._sigmas(), self._sigma_along())
-        self.momentum_spread = momentum_spread(potential, params, here, proposal, lr, self.generator)
-        potential.place(params)
+        self._layers.begin()  # the pilot is no step: nothing of it stays
+        try:
+            self.momentum_spread = momentum_spread(potential, params, here, proposal, lr, self.generator)
+        finally:
+            potential.place(params)
+            self._layers.abort()
         self._memory = None  # the momenta start anew, from their law given the weights
 
     def _adapt(self, packing: Packing, potential: ClosurePotential, state: ChainState, info: Info) -> None:
@@ -362,7 +393,7 @@ class ExactAdamMCMC(_Exact):
 
     def _gather(self, packing: Packing) -> NoisyMoments | None:
         memory = self._memory
-        if memory is None or [m.shape for m in memory.exp_avg] != [x.shape for x in packing.memory[0]]:
+        if memory is None or not _fits(memory.exp_avg, packing):
             return None
         return NoisyMoments(*memory)
 

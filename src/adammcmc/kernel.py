@@ -55,7 +55,7 @@ class Info(NamedTuple):
     num_examples: Tensor
     """Examples of the data that the decision looked at."""
     potential: Tensor
-    """U at the point the step started from, estimated on the batch; float64."""
+    """U at the point the step started from; an estimate where only a batch was looked at. float64."""
     step_to_noise: Tensor
     """|u| / sigma of Algorithm 1's proposal; NaN for other kernels."""
     log_ratio_noise: Tensor
@@ -176,11 +176,15 @@ def settle(
         is_accepted=is_accepted,
         is_finite=is_known_finite,
         num_examples=verdict.num_examples,
-        potential=potential.scale * _mean_loss(here).double() - here.log_prior,
+        potential=_potential(potential, here) if verdict.potential is None else verdict.potential,
         step_to_noise=_unknown(healthy) if move.step_to_noise is None else move.step_to_noise,
         log_ratio_noise=_unknown(healthy) if verdict.log_ratio_noise is None else verdict.log_ratio_noise,
     )
     return new_state, info
+
+
+def _potential(potential: Potential, here: Evaluation) -> Tensor:
+    return potential.scale * _mean_loss(here).double() - here.log_prior
 
 
 def _unknown(like: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils import _pytree
 
-from adammcmc.acceptance import Minibatch, Test
+from adammcmc.acceptance import FullData, Minibatch, Test
 from adammcmc.closure import Closure, ClosurePotential
 from adammcmc.data import Examples
 from adammcmc.errors import NonFiniteLoss
@@ -51,7 +51,8 @@ class Sampler(torch.optim.Optimizer, ABC):
     _target_acceptance: ClassVar[float]
     """What burn-in tunes to, unless it is told otherwise."""
     _tunes_sigma_along: ClassVar[bool] = False
-    _learns_preconditioner: ClassVar[bool] = False
+    _noise_name: ClassVar[str] = "sigma"
+    _learns_preconditioner: bool = False
     _own_caches: tuple[str, ...] = ()
     """Attributes of a subclass that are rebuilt when they are missing, and are not copied or pickled."""
 
@@ -97,12 +98,12 @@ class Sampler(torch.optim.Optimizer, ABC):
         self.generator = generator
         self.batch_norm: BatchNormPolicy = batch_norm
         self._layers = Layers(batch_norm, self.device)
-        self.burn_in = BurnIn(num_steps=burn_in) if isinstance(burn_in, int) else burn_in
+        self.burn_in = _burn_in(burn_in)
         self._frozen_at = torch.full((1,), -1, dtype=torch.int64, device=self.device)
         self._frozen_at_host = _host_copy(self._frozen_at)
         self._sum_acceptance = torch.zeros(1, dtype=torch.float64, device=self.device)
         self._kernel(self._layout())  # checks the hyper-parameters
-        self._start_burn_in()
+        self._adaptation = self._new_adaptation()
 
     # --- what a subclass adds -----------------------------------------------------------------------------------
 
@@ -162,9 +163,6 @@ class Sampler(torch.optim.Optimizer, ABC):
         packing = self._layout()
         kernel = self._kernel(packing)
         self._check_resolution(packing)
-        if self.num_steps == 0:
-            _logger.info(self.describe())
-
         if (self._here is not None or self._carry is not None) and not self._is_as_left(packing):
             self._here = self._carry = None  # someone else wrote the weights, or changed the target: what was known is void
         current = packing.pack(packing.params, packing.memory[0])
@@ -198,6 +196,8 @@ class Sampler(torch.optim.Optimizer, ABC):
             self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
         if self._here is not None or self._carry is not None:
             self._left, self._fingerprint = state.params, self._now(packing)
+        if self.num_steps == 0:
+            _logger.info(self.describe())  # after the step, when the layers are known
         self.num_steps += 1
         self._info = info
         self._sum_acceptance += info.acceptance_rate
@@ -223,9 +223,9 @@ class Sampler(torch.optim.Optimizer, ABC):
         """Whether the settings still change, so that nothing should be collected."""
         return self._adaptation is not None and not self._adaptation.is_done
 
-    def _start_burn_in(self) -> None:
+    def _new_adaptation(self) -> Adaptation | None:
         if self.burn_in is None:
-            return
+            return None
         check_tunable(self.acceptance)
         packing = self._layout()
         prior, precision = self.target.prior, None
@@ -235,9 +235,10 @@ class Sampler(torch.optim.Optimizer, ABC):
                 for p, value in zip(packing.params, values, strict=True)
             ]
             precision = tuple(leaf[0] for leaf in packing.join(full))
-        self._adaptation = Adaptation(
+        return Adaptation(
             self.burn_in,
             target=self._target_acceptance,
+            num_params=sum(p.numel() for p in packing.params),
             tunes_sigma_along=self._tunes_sigma_along,
             precision=precision,
             learns=self._learns_preconditioner,
@@ -249,7 +250,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         change = self._adaptation.observe(info.acceptance_rate, info.potential, info.step_to_noise, grad, self.target.scale)
         self._apply(packing, potential, change)
         if self._adaptation.is_done:
-            self._end_burn_in()
+            self._adaptation.warn(self.num_steps, stacklevel=5)
 
     def _apply(self, packing: Packing, potential: ClosurePotential, change: Change) -> None:
         self._rescale(change.factor)
@@ -258,22 +259,6 @@ class Sampler(torch.optim.Optimizer, ABC):
                 group["sigma_along"] = change.sigma_along
         if change.preconditioner is not None:
             self._set_preconditioner(packing, change.preconditioner)
-
-    def _end_burn_in(self) -> None:
-        assert self._adaptation is not None
-        reached, target = self._adaptation.reached or 0.0, self._adaptation.target
-        if self._adaptation.settings.num_steps is None and not self._adaptation.is_flat:
-            warnings.warn(
-                f"burn-in ended after {self.num_steps} steps (max_steps) while U was still moving: draws from here on are not "
-                "from the target yet. Train the network first, or allow more steps.",
-                stacklevel=4,
-            )
-        if abs(reached - target) > 0.15:
-            warnings.warn(
-                f"burn-in reached an acceptance of {reached:.2f} instead of {target:.2f}. The step itself may be what is "
-                "rejected: lower lr, or allow more steps.",
-                stacklevel=4,
-            )
 
     def _watch_health(self, packing: Packing, potential: ClosurePotential, state: ChainState, info: Info) -> None:
         """Running sums; the temperature only at every tenth step, because it takes a pass over the weights."""
@@ -298,6 +283,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         trainable = self._trainable()
         return monitor.read(
             is_exact=not self.approximations(),
+            knows_potential=self.fixed_data or isinstance(self.acceptance, FullData),
             has_proper_prior=prior is not None,
             has_edge=prior is not None and prior.is_bounded,
             is_adapting=self.is_adapting,
@@ -417,8 +403,13 @@ class Sampler(torch.optim.Optimizer, ABC):
         self._frozen_at_host.copy_(self._frozen_at)
         memory = _pytree.tree_map_only(Tensor, lambda x: x.to(self.device, copy=True), own.get("memory"))
         self._memory = None if memory is None else self._remember(memory)
-        if self._adaptation is not None and own.get("adaptation") is not None:
-            self._adaptation.load_state_dict(copy.deepcopy(own["adaptation"]))
+        self._adaptation = None
+        if (saved := own.get("adaptation")) is not None:  # what was saved goes on, whatever this sampler was told
+            self.burn_in = BurnIn(**saved["settings"])
+            adaptation = self._new_adaptation()
+            assert adaptation is not None
+            adaptation.load_state_dict(copy.deepcopy(saved))
+            self._adaptation = adaptation
         self._monitor = None
         if own.get("health") is not None:
             packing = self._layout()
@@ -479,17 +470,20 @@ class Sampler(torch.optim.Optimizer, ABC):
             owners = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
             self._packing = Packing(params, [self._label(p, owners[p]) for p in params])
             self._groups = [owners[params[members[0]]] for members in self._packing.members]
-            self._here = self._carry = self._left = None
+            self._here = self._carry = self._left = self._monitor = None
             self._checked_sigmas = ()
+            if self.is_adapting:
+                self._adaptation = self._new_adaptation()  # other parameters than before
         return self._packing
 
     def _now(self, packing: Packing) -> tuple[Any, ...]:
         """Changes when somebody writes to the weights (by way of autograd), or sets another target."""
-        return self.target, self.acceptance, self.fixed_data, *((p.data_ptr(), p._version) for p in packing.params)
+        modes = self._layers.are_modes_as_left()
+        return self.target, self.acceptance, self.fixed_data, modes, *((p.data_ptr(), p._version) for p in packing.params)
 
     def _is_as_left(self, packing: Packing) -> bool:
         """Whether weights and target are those that the last step left."""
-        if self._left is None or self._now(packing) != self._fingerprint:
+        if self._left is None or self._now(packing) != self._fingerprint or not self._layers.are_buffers_as_left():
             return False
         if self.device.type != "cpu":
             return True
@@ -534,11 +528,19 @@ class Sampler(torch.optim.Optimizer, ABC):
                 ulp = torch.finfo(p.dtype).eps * 2.0 ** math.floor(math.log2(largest))
                 if sigma < ulp:
                     raise ValueError(
-                        f"`sigma` = {sigma:.3g} is below the spacing {ulp:.3g} of {p.dtype} numbers near the largest weight "
-                        f"{largest:.3g} of {self._name(i)}: the noise would be lost in rounding. Keep the weights in float32 "
-                        "(and use torch.autocast with bfloat16 in the closure for speed), or raise sigma."
+                        f"`{self._noise_name}` = {sigma:.3g} is below the spacing {ulp:.3g} of {p.dtype} numbers near the "
+                        f"largest weight {largest:.3g} of {self._name(i)}: the noise would be lost in rounding. Keep the "
+                        f"weights in float32 (and use bfloat16 autocast in the closure), or raise {self._noise_name}."
                     )
         self._checked_sigmas = sigmas
+
+
+def _burn_in(value: BurnIn | int | None) -> BurnIn | None:
+    if value is None or isinstance(value, BurnIn):
+        return value
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
+        raise ValueError(f"`burn_in` must be a number of steps, a BurnIn, or None, got {value!r}.")
+    return BurnIn(num_steps=int(value)) if value > 0 else None
 
 
 def _check_types(target: Target, acceptance: Test, examples: Examples | None, generator: torch.Generator | None) -> None:

@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from adammcmc.errors import PerExampleLossRequired, StochasticClosure
@@ -29,30 +28,33 @@ from adammcmc.errors import PerExampleLossRequired, StochasticClosure
 __all__ = ["BatchNormPolicy", "ClosureReport", "Layers", "check_closure"]
 
 BatchNormPolicy = Literal["batch", "frozen"]
+_FEW = 1 << 20  # numbers in buffers that are cheap to keep a copy of
 
 
 @dataclass
 class _Seen:
-    """The modules that were called, in order, with their buffers as they were before the first call."""
+    """The modules that were called and all inside of them, with their buffers as they were before the call."""
 
     modules: dict[nn.Module, bool] = field(default_factory=dict)
     """Whether each was in training mode."""
     buffers: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
     frozen: list[nn.Module] = field(default_factory=list)
+    draws_numbers: bool = False
+    """Whether torch's random numbers were used."""
 
     def name(self, module: nn.Module) -> str:
         """As the outermost module calls it."""
         for root in self.modules:
             for name, part in root.named_modules():
                 if part is module:
-                    return f"'{name}' ({type(module).__name__})" if name else type(module).__name__
-        return type(module).__name__
+                    name = name.removeprefix("_orig_mod.")
+                    return f"'{name}' ({_kind(module)})" if name else _kind(module)
+        return _kind(module)
 
     def moved(self) -> list[tuple[nn.Module, str]]:
         """The buffers that are not what they were."""
-        return [
-            key for key, before in self.buffers.items() if not _equal(_buffer(key), before)
-        ]  # looks at values (and waits for the device), because BatchNorm leaves no trace in version counters
+        # looks at values (and waits for the device), because BatchNorm leaves no trace in version counters
+        return [key for key, before in self.buffers.items() if not _equal(_buffer(key), before)]
 
     def put_back(self) -> None:
         """All buffers as they were."""
@@ -60,37 +62,50 @@ class _Seen:
             _buffer(key).copy_(before)
 
     def dropouts(self) -> list[nn.Module]:
-        """The dropout layers that were at work."""
-        return [m for m, training in self.modules.items() if training and isinstance(m, _DropoutNd) and m.p > 0]
+        """The dropout layers that are at work."""
+        return [m for m, training in self.modules.items() if training and "Dropout" in _kind(m) and getattr(m, "p", 1) > 0]
 
     def batch_norms(self) -> list[nn.Module]:
-        """The BatchNorm layers that used statistics of the batch."""
-        return [m for m, training in self.modules.items() if training and isinstance(m, _BatchNorm) and m not in self.frozen]
+        """The BatchNorm layers that use statistics of the batch: in training mode, or without running ones."""
+        norms = [m for m in self.modules if _is_batch_norm(m) and m not in self.frozen]
+        return [m for m in norms if self.modules[m] or getattr(m, "running_mean", None) is None]
 
 
 @contextmanager
-def _watch(policy: BatchNormPolicy) -> Iterator[_Seen]:
+def _watch(policy: BatchNormPolicy, device: torch.device) -> Iterator[_Seen]:
     """Record the modules that are called inside."""
     seen = _Seen()
 
     def before(module: nn.Module, args: Any) -> None:
-        if module in seen.modules:
-            return
-        seen.modules[module] = module.training
-        for key, value in module._buffers.items():
-            if value is not None:
-                seen.buffers[module, key] = value.detach().clone()
-        if policy == "frozen" and isinstance(module, _BatchNorm) and module.training:
-            module.training = False
-            seen.frozen.append(module)
+        if torch.compiler.is_compiling() or module in seen.modules:
+            return  # a compiled model is seen from outside
+        for part in module.modules():
+            if part in seen.modules:
+                continue
+            seen.modules[part] = part.training
+            for key, value in part.named_buffers(recurse=False):
+                seen.buffers[part, key] = value.detach().clone()
+            if policy == "frozen" and _is_batch_norm(part) and part.training:
+                part.training = False
+                seen.frozen.append(part)
 
     hook = register_module_forward_pre_hook(before)
+    numbers = _random_state(device)
     try:
         yield seen
     finally:
         hook.remove()
+        seen.draws_numbers = any(not torch.equal(a, b) for a, b in zip(numbers, _random_state(device), strict=True))
         for module in seen.frozen:
             module.training = True
+
+
+def _kind(module: nn.Module) -> str:
+    return str(getattr(module, "original_name", type(module).__name__))  # a scripted module hides its class
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) or "BatchNorm" in _kind(module)
 
 
 class Layers:
@@ -108,7 +123,8 @@ class Layers:
         self._device = device
         self._seen: _Seen | None = None
         self._moving: list[tuple[nn.Module, str]] = []
-        self._watched: list[tuple[nn.Module, bool]] = []
+        self._left: list[Tensor] = []
+        self._must_check_examples = True
         self._backup: list[Tensor] = []
         self._numbers: list[Tensor] = []
         self._num_evaluations = 0
@@ -116,7 +132,7 @@ class Layers:
     def begin(self) -> None:
         """A new step: what is there now is what a rejection returns to."""
         self._num_evaluations = 0
-        if self._seen is not None and any(module.training != training for module, training in self._watched):
+        if not self.are_modes_as_left():
             self._seen = None  # someone called train() or eval(): look again
         self._backup = [_buffer(key).detach().clone() for key in self._moving]
 
@@ -142,7 +158,7 @@ class Layers:
     @contextmanager
     def _modes(self) -> Iterator[None]:
         if self._seen is None:
-            with _watch(self.policy) as seen:
+            with _watch(self.policy, self._device) as seen:
                 try:
                     yield
                 except BaseException:
@@ -162,12 +178,23 @@ class Layers:
         for module in seen.frozen:
             _check_has_statistics(module, seen)
         self._seen = seen
-        moving = {module for module, _ in seen.moved()}  # with all its buffers: one may rest at first and move later
-        self._moving = [key for key in seen.buffers if key[0] in moving]
+        if sum(b.numel() for b in seen.buffers.values()) <= _FEW:
+            self._moving = list(seen.buffers)  # also what rests now and may move later
+        else:
+            moving = {module for module, _ in seen.moved()} | set(seen.batch_norms())
+            self._moving = [key for key in seen.buffers if key[0] in moving]
         self._backup = [seen.buffers[key] for key in self._moving]
         seen.buffers.clear()
-        concerned = (m for m in seen.modules if isinstance(m, _BatchNorm | _DropoutNd) or m._buffers)
-        self._watched = [(m, seen.modules[m]) for m in concerned]
+
+    def are_modes_as_left(self) -> bool:
+        """Whether all modules are in the mode, training or not, in which they were first seen."""
+        return self._seen is None or all(module.training == training for module, training in self._seen.modules.items())
+
+    def are_buffers_as_left(self) -> bool:
+        """Whether nobody moved the buffers since the last step (looked at on the CPU only)."""
+        if self._device.type != "cpu" or len(self._left) != len(self._moving):
+            return True
+        return all(_equal(_buffer(key), left) for key, left in zip(self._moving, self._left, strict=True))
 
     def _put_back(self) -> None:
         for key, before in zip(self._moving, self._backup, strict=True):
@@ -180,6 +207,7 @@ class Layers:
         if is_accepted.device.type == "cpu":
             if not bool(is_accepted):
                 self._put_back()
+            self._left = [_buffer(key).detach().clone() for key in self._moving]
             return
         for key, before in zip(self._moving, self._backup, strict=True):
             now = _buffer(key)
@@ -194,7 +222,10 @@ class Layers:
     def at_fault(self) -> str:
         """The layers that make two calls differ, by name; empty if there are none."""
         seen = self._seen
-        return "" if seen is None else ", ".join(seen.name(m) for m in seen.dropouts())
+        if seen is None:
+            return ""
+        layers = ", ".join(seen.name(m) for m in seen.dropouts())
+        return layers or ("the loss draws random numbers" if seen.draws_numbers else "")
 
     def describe(self) -> list[str]:
         """What stateful layers do, in a few words each; known after the first step."""
@@ -207,6 +238,8 @@ class Layers:
             words.append("BatchNorm: frozen statistics")
         if self._seen.dropouts():
             words.append("dropout: one mask for both sides of a step")
+        elif self._seen.draws_numbers:
+            words.append("random numbers in the loss: the same on both sides of a step")
         return words
 
     def approximations(self, *, fixed_data: bool) -> list[str]:
@@ -214,6 +247,8 @@ class Layers:
         if self._seen is None or fixed_data:
             return []
         reasons = ["dropout draws a new mask at each step"] if self._seen.dropouts() else []
+        if self._seen.draws_numbers and not reasons:
+            reasons = ["the loss draws new random numbers at each step"]
         return reasons + (["batch statistics tie the loss of an example to its batch"] if self._seen.batch_norms() else [])
 
     def scaled_away(self) -> set[int]:
@@ -223,25 +258,38 @@ class Layers:
         pairs = itertools.pairwise(modules)
         return {id(p) for module, after in pairs if after in norms for p in module._parameters.values() if p is not None}
 
-    def example_losses(self, evaluate: Callable[[], Tensor]) -> Tensor:
+    def example_losses(self, evaluate: Callable[[slice | Tensor], Tensor], indices: slice | Tensor) -> Tensor:
         """Losses of single examples: they exist only if no layer looks at the batch or draws random numbers."""
-        before = _random_state(self._device)
-        with _watch(self.policy) as seen:
-            losses = evaluate()
+        with _watch(self.policy, self._device) as seen:
+            losses = evaluate(indices)
+            halves = self._halves(evaluate, indices, len(losses))
+        seen.put_back()
         if layers := [seen.name(m) for m in seen.batch_norms()]:
-            seen.put_back()
             raise PerExampleLossRequired(
                 f"the loss of a single example does not exist: {', '.join(layers)} uses the statistics of its batch. Set "
                 "batch_norm='frozen' in the sampler, or call model.eval()."
             )
-        after = _random_state(self._device)
-        if seen.dropouts() or not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+        if seen.dropouts() or seen.draws_numbers:
             layers = [seen.name(m) for m in seen.dropouts()]
             raise StochasticClosure(
                 "the acceptance test remembers the losses of the examples, so they must be a function of the weights, but the "
                 f"loss draws random numbers{': ' + ', '.join(layers) if layers else ''}. Call model.eval()."
             )
+        if halves is not None and not torch.allclose(losses, halves, rtol=1e-3, atol=1e-5, equal_nan=True):
+            raise PerExampleLossRequired(
+                "the loss of an example depends on the examples that it is evaluated with (statistics of the batch?): the "
+                "losses of a chunk differ from those of its halves."
+            )
         return losses
+
+    def _halves(self, evaluate: Callable[[slice | Tensor], Tensor], indices: slice | Tensor, count: int) -> Tensor | None:
+        """The same losses, evaluated in two parts, once in a run; None later."""
+        if not self._must_check_examples or not isinstance(indices, slice) or count < 2:
+            return None
+        self._must_check_examples = False
+        first = indices.start or 0
+        middle = first + count // 2
+        return torch.cat([evaluate(slice(first, middle)), evaluate(slice(middle, first + count))])
 
 
 class ClosureReport(NamedTuple):
@@ -285,7 +333,7 @@ def check_closure(closure: Callable[[], Tensor]) -> ClosureReport:
         >>> report.is_deterministic, report.random_layers
         (False, ["'1' (Dropout)"])
     """
-    with _watch("batch") as seen:
+    with _watch("batch", torch.device("cuda" if torch.cuda.is_available() else "cpu")) as seen:
         first = closure().detach().clone()
         second = closure().detach().clone()
     moved = seen.moved()
@@ -300,8 +348,8 @@ def check_closure(closure: Callable[[], Tensor]) -> ClosureReport:
 
 
 def _buffer(key: tuple[nn.Module, str]) -> Tensor:
-    value = key[0]._buffers[key[1]]
-    assert value is not None
+    value = getattr(key[0], key[1])
+    assert isinstance(value, Tensor)
     return value
 
 

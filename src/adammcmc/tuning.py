@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+import warnings
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +81,7 @@ class Adaptation:
         settings: how to adapt.
         target: the acceptance to reach.
         tunes_sigma_along: whether the kernel is Algorithm 1's.
+        num_params: how many weights a chain has, for the natural scale of U: its standard deviation is about sqrt(P / 2).
         precision: of the prior, in the shapes of the leaves; None where it has none.
         learns: whether the kernel takes a preconditioner.
     """
@@ -89,6 +91,7 @@ class Adaptation:
         settings: BurnIn,
         *,
         target: float,
+        num_params: int,
         tunes_sigma_along: bool = False,
         precision: Leaves | None = None,
         learns: bool = False,
@@ -103,6 +106,7 @@ class Adaptation:
         self.has_new_window = False
         """Whether the last step was the last of its window."""
         self._precision = precision
+        self._natural = math.sqrt(num_params / 2)
         self._learns = learns and settings.learn_preconditioner
         self._kappa = None
         if tunes_sigma_along and settings.proposal_acceptance is not None:
@@ -115,9 +119,9 @@ class Adaptation:
         self._step = 0
         self._in_window = 0
         self._length = settings.window
+        self._is_last = settings.num_steps is not None and settings.num_steps < 6
         if settings.num_steps is not None:  # at least a second window, to tune the scale to the preconditioner of the first
-            self._length = max(1, min(settings.window, settings.num_steps // 3))
-        self._is_last = False
+            self._length = settings.num_steps if self._is_last else min(settings.window, settings.num_steps // 3)
         self._is_searching = True
         self._first_sign = 0
         self._log_scale = 0.0
@@ -203,13 +207,18 @@ class Adaptation:
         return diagonal
 
     def _is_level(self) -> bool:
-        """Whether U was at one level, within half of its own fluctuation, in this window and the one before."""
+        """Whether U was at one level in this window and the one before, within half of its own fluctuation.
+
+        Where U is only estimated on batches, their noise must not pass for its fluctuation: that is at most the natural one,
+        and the window must be long enough to see it.
+        """
         if len(self._levels) < 2:
             return False
         (before, _), (now, fluctuation) = self._levels[-2:]
         half = len(self._potentials) // 2
         drift = statistics.fmean(self._potentials[half:]) - statistics.fmean(self._potentials[:half])
-        return max(abs(now - before), abs(drift)) < 0.5 * fluctuation
+        resolution = 2 * fluctuation / math.sqrt(half)
+        return max(abs(now - before), abs(drift), resolution) < 0.5 * min(fluctuation, self._natural)
 
     def _preconditioner(self) -> Leaves | None:
         if self._squares is None:
@@ -231,12 +240,28 @@ class Adaptation:
         return 0.5 * math.log(before / mean(diagonal))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that changes, as numbers, lists and tensors."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("settings", "_precision")}
+        """All that changes, as numbers, lists and tensors; and the settings, as numbers."""
+        state = {key: value for key, value in self.__dict__.items() if key not in ("settings", "_precision")}
+        return {**state, "settings": asdict(self.settings)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the other one stood."""
-        self.__dict__.update(state)
+        self.__dict__.update({**state, "settings": BurnIn(**state["settings"])})
+
+    def warn(self, num_steps: int, stacklevel: int) -> None:
+        """Say what burn-in did not reach."""
+        if self.settings.num_steps is None and not self.is_flat:
+            warnings.warn(
+                f"burn-in ended after {num_steps} steps (max_steps) while U was still moving: draws from here on are not from "
+                "the target yet. Train the network first, or allow more steps.",
+                stacklevel=stacklevel + 1,
+            )
+        elif abs((self.reached or 0.0) - self.target) > 0.15:
+            warnings.warn(
+                f"burn-in reached an acceptance of {self.reached or 0.0:.2f} instead of {self.target:.2f}. The step itself may "
+                "be what is rejected: lower lr, or allow more steps.",
+                stacklevel=stacklevel + 1,
+            )
 
 
 def check_tunable(acceptance: Test) -> None:

@@ -105,6 +105,8 @@ class Verdict(NamedTuple):
     step's own. A chain whose current loss is not finite freezes."""
     log_ratio_noise: Tensor | None = None
     """Standard deviation of Y as an estimate of the full-data Y: 0 where Y is exact; None where it is not known."""
+    potential: Tensor | None = None
+    """U at the current point on the full data, where the test knows it."""
 
 
 class Test(Protocol):

@@ -80,12 +80,14 @@ class FullData:
         # the proposal's own evaluations come first: they may need the batch, and put the proposed weights in place
         fixed_part = comparison.log_q_ratio() + comparison.log_prior_difference()
         current = carry if carry is not None else torch.cat([comparison.current_losses(c) for c in chunks], 1)
+        level = potential.inverse_temperature * current.sum(1) - comparison.here.log_prior
         if self.early_rejection:
-            return self._decide_early(comparison, _not_negative(current), chunks, fixed_part, log_uniform)
+            verdict, kept = self._decide_early(comparison, _not_negative(current), chunks, fixed_part, log_uniform)
+            return verdict._replace(potential=level), kept
         proposed = torch.cat([comparison.proposed_losses(c) for c in chunks], 1)
         log_ratio = fixed_part - potential.inverse_temperature * (proposed - current).sum(1)
         verdict = _metropolis(comparison, log_ratio, log_uniform, n)
-        verdict = verdict._replace(is_current_finite=is_finite(current.sum(1)), log_ratio_noise=torch.zeros_like(log_ratio))
+        verdict = verdict._replace(is_current_finite=is_finite(level), log_ratio_noise=torch.zeros_like(level), potential=level)
         return verdict, torch.where(verdict.is_accepted[:, None], proposed, current)
 
     def _decide_early(

@@ -57,5 +57,5 @@ def check_preconditioner(params: Any, diagonal: Leaves | None, structure: Any) -
             "`preconditioner` must have the structure of the parameters, keys in the same order, without the chain "
             f"axis: shapes {[tuple(x.shape[1:]) for x in leaves]}, got {shapes}."
         )
-    if not all(bool((a > 0).all()) for a in diagonal):
-        raise ValueError("`preconditioner` must be positive everywhere.")
+    if not all(bool(((a > 0) & a.isfinite()).all()) for a in diagonal):
+        raise ValueError("`preconditioner` must be positive and finite everywhere.")

@@ -172,7 +172,8 @@ def exact_adam_mcmc(
     """
     check_adam(lr, betas)
     check_proposal(sigma, sigma_along)
-    if len(momentum_spread) != 2 or not all(0 < s < math.inf for s in momentum_spread):
+    pair = momentum_spread if isinstance(momentum_spread, tuple | list) else ()
+    if len(pair) != 2 or not all(0 < s < math.inf for s in pair):
         raise ValueError(f"`momentum_spread` must be two positive numbers, got {momentum_spread}.")
     if floor is not None:
         check_not_negative("floor", floor)

@@ -134,11 +134,12 @@ class UnderdampedKernel:
     def _leapfrog(self, params: Leaves, here: Evaluation, momentum: Leaves, potential: Potential) -> tuple[Move, Leaves]:
         """All but the last half kick: the proposed point, and the momentum with which it was reached."""
         half_way = self._kick(momentum, here.grad, potential.scale / 2)
+        squares = tuple(inner(p, p) for p in half_way)  # of the first kick: whether the chain is healthy where it stands
         proposed = self._drift(params, half_way)
         for _ in range(self.num_leapfrog - 1):
             half_way = self._kick(half_way, potential.evaluate(proposed, with_grad=True).grad, potential.scale)
             proposed = self._drift(proposed, half_way)
-        return self._move(proposed, half_way), half_way
+        return Move(proposed, (), (), squares[0], squares), half_way
 
     def _arrive(self, before: Leaves, half_way: Leaves, there: Evaluation, scale: float) -> tuple[Tensor, Leaves]:
         """The last half kick: (|p|^2 - |p'|^2) / 2, and p'."""
@@ -153,11 +154,8 @@ class UnderdampedKernel:
         kicked = self._kick(momentum, here.grad, scale)
         after = self._refreshed(kicked, generator)
         proposed = self._drift(self._drift(params, kicked, 0.5), after, 0.5)
-        return self._move(proposed, kicked), momentum, after
-
-    def _move(self, proposed: Leaves, momentum: Leaves) -> Move:
-        squares = tuple(inner(p, p) for p in momentum)
-        return Move(proposed, (), (), squares[0], squares)
+        squares = tuple(inner(p, p) for p in kicked)
+        return Move(proposed, (), (), squares[0], squares), momentum, after
 
     def scaled(self, factor: float) -> UnderdampedKernel:
         """The same kernel with its step `factor` times as long."""
@@ -207,8 +205,8 @@ def underdamped(
     check_not_negative("step_size", step_size)
     if friction is not None and not friction >= 0:
         raise ValueError(f"`friction` must not be negative, got {friction}.")
-    if not num_leapfrog >= 1:
-        raise ValueError(f"`num_leapfrog` must be at least 1, got {num_leapfrog}.")
+    if type(num_leapfrog) is not int or num_leapfrog < 1:
+        raise ValueError(f"`num_leapfrog` must be a whole number, at least 1, got {num_leapfrog!r}.")
     diagonal, structure = (None, None) if preconditioner is None else flatten(preconditioner)
     return UnderdampedKernel(
         step_size, friction, acceptance or Minibatch(), num_leapfrog, persistent_uniform, diagonal, structure
