@@ -1,16 +1,21 @@
 """The cost of a step on the CPU, as ratios measured in one run: Adam, the ideal, ours.
 
-    python -m benchmarks.step_cost [--threads 1] [--repeats 100]
+    python -m benchmarks.step_cost [--threads 1] [--repeats 100] [--processes 5]
 
 The ideal is an Adam step plus one forward of the same batch: what Algorithm 1 must at least evaluate. The network is an MLP
-64-w-w-10 with cross entropy on batches of 512. The versions take turns within the run, so that they meet the same machine;
-each number is a median. Fixed data are measured in a second round, with Adam again.
+64-w-w-10 with cross entropy on batches of 512. The versions take turns within a process, so that they meet the same machine;
+fixed data are measured in a second round, with Adam again. Where a process finds its memory moves all its ratios by a few
+percent, so several processes measure, one after the other: each number is a median over processes of ratios of medians over
+steps, and the range over processes is given for the one that matters.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -73,26 +78,51 @@ def medians(functions: dict[str, Callable[[], object]], repeats: int) -> dict[st
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=100)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    print(f"torch {torch.__version__}, {arguments.threads} thread(s), batch {BATCH}, medians of {arguments.repeats}\n")
-    print("| P | Adam, ms | ideal / Adam | AdamMCMC / Adam | AdamMCMC / ideal | fixed data / Adam | MALA, fixed data / Adam |")
-    print("|---|---|---|---|---|---|---|")
+def measure(repeats: int) -> dict[str, list[float]]:
+    """For each number of parameters: Adam in ms, then the ratios of the table."""
+    rows = {}
     for width in WIDTHS:
         num_params, functions = contenders(width)
-        t = medians({name: functions[name] for name in ("Adam", "ideal", "AdamMCMC")}, arguments.repeats)
-        fixed = medians({name: functions[name] for name in ("Adam", *FIXED)}, arguments.repeats)
-        cells = [
+        t = medians({name: functions[name] for name in ("Adam", "ideal", "AdamMCMC")}, repeats)
+        fixed = medians({name: functions[name] for name in ("Adam", *FIXED)}, repeats)
+        rows[f"{num_params:,}"] = [
+            1e3 * t["Adam"],
             t["ideal"] / t["Adam"],
             t["AdamMCMC"] / t["Adam"],
             t["AdamMCMC"] / t["ideal"],
             *(fixed[name] / fixed["Adam"] for name in FIXED),
         ]
-        print(f"| {num_params:,} | {1e3 * t['Adam']:.2f} | " + " | ".join(f"{x:.2f}" for x in cells) + " |", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=100)
+    parser.add_argument("--processes", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="measure in this process and print numbers")
+    arguments = parser.parse_args()
+    if arguments.json:
+        torch.set_num_threads(arguments.threads)
+        print(json.dumps(measure(arguments.repeats)))
+        return
+    options = ["--json", "--threads", str(arguments.threads), "--repeats", str(arguments.repeats)]
+    command = [sys.executable, "-m", "benchmarks.step_cost", *options]
+    runs = [
+        json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        for _ in range(arguments.processes)
+    ]
+    print(
+        f"torch {torch.__version__}, {arguments.threads} thread(s), batch {BATCH}, medians of {arguments.repeats} steps and "
+        f"{arguments.processes} processes\n"
+    )
+    print("| P | Adam, ms | ideal / Adam | AdamMCMC / Adam | AdamMCMC / ideal | fixed data / Adam | MALA, fixed data / Adam |")
+    print("|---|---|---|---|---|---|---|")
+    for num_params in runs[0]:
+        columns = list(zip(*(run[num_params] for run in runs), strict=True))
+        cells = [f"{statistics.median(column):.2f}" for column in columns]
+        cells[3] += f" ({min(columns[3]):.2f} to {max(columns[3]):.2f})"
+        print(f"| {num_params} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":
