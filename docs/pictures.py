@@ -81,7 +81,7 @@ def draw_choice() -> None:
     box(40, 20, "Underdamped(acceptance=FullData(),\nexamples=...)\nexact, minibatch gradients,\n1 forward of all data", exact)
     box(66, 20, "Underdamped(\nacceptance=AlwaysAccept())\nunadjusted: any batch, 1 gradient", approximate)
     box(89, 20, "AdamMCMC\nAlgorithm 1 as printed:\nfollows Adam, too cold", approximate)
-    box(27, 5, "MALA: the same, 3 to 20 times slower\nExactAdamMCMC: Theorem 1, for those who study it", "#F4F4F4")
+    box(27, 5, "MALA: the same, 4 to 8 times slower on networks\nExactAdamMCMC: Theorem 1, for those who study it", "#F4F4F4")
     box(78, 5, "AsReleased: only to replicate\nthe published figures", released)
     arrow((42, 48), (28, 41), "exact")
     arrow((58, 48), (76, 40), "approximate")

@@ -17,6 +17,7 @@ from adammcmc import (
     ExactAdamMCMC,
     FullData,
     Gaussian,
+    StochasticClosure,
     TensorExamples,
     Underdamped,
     UniformBox,
@@ -168,17 +169,17 @@ def test_what_a_step_costs() -> None:
     sampler = underdamped(model, fixed_data=True)
     for _ in range(10):
         sampler.step(counted)
-    assert len(calls) == 12  # one at the start, one to see that the data are fixed, then one a step
+    assert len(calls) == 13  # one at the start, one a step, and two to see that the data are fixed
     calls.clear()
     sampler = underdamped(model, fixed_data=True, num_leapfrog=4)
     for _ in range(10):
         sampler.step(counted)
-    assert len(calls) == 42
+    assert len(calls) == 43
     calls.clear()
     sampler = exact_adam(model, momentum_spread=(1.0, 1.0))
     for _ in range(10):
         sampler.step(counted)
-    assert len(calls) == 12
+    assert len(calls) == 13
 
 
 def test_exact_doors_refuse_what_would_not_be_exact() -> None:
@@ -332,3 +333,11 @@ def test_noise_below_the_spacing_counts_the_preconditioner() -> None:
     tiny = [torch.full_like(p, 1e-16) for p in model.parameters()]
     with pytest.raises(ValueError, match=r"`step_size \* A\^1/2` = .* is below the spacing"):
         underdamped(model, preconditioner=tiny).step(closure(model))
+
+
+def test_batches_that_change_between_steps_are_not_fixed_data() -> None:
+    model = network()
+    sampler = underdamped(model, fixed_data=True)
+    sampler.step(closure(model, slice(0, 32)))
+    with pytest.raises(StochasticClosure, match="Minibatches"):
+        sampler.step(closure(model, slice(32, 64)))

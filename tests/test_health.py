@@ -105,7 +105,7 @@ def test_a_loss_without_a_say_is_named() -> None:
     sampler = AdamMCMC(model.parameters(), lr=1e-3, num_data=1, sigma=1e-3, sigma_along=3.0, prior=Gaussian(), fixed_data=True)
     health = run(sampler, lambda: per_example(model)().mean(), 600)
     assert "no influence" in kinds(health)
-    assert "Check num_data" in health.verdict
+    assert "check num_data" in health.verdict
 
 
 def test_a_minibatch_test_is_too_hot_and_by_how_much() -> None:
@@ -167,6 +167,18 @@ def test_u_that_was_only_estimated_is_not_judged() -> None:
         rows = torch.randint(64, (32,), generator=generator)
         sampler.step(lambda: F.cross_entropy(model(X[rows]), Y[rows], reduction="none"))  # noqa: B023
     assert math.isnan(sampler.health().effective_draws)
+
+
+def test_an_approximate_kernel_on_minibatches_is_not_praised() -> None:
+    model = network()
+    sampler = AdamMCMC(
+        model.parameters(), lr=1e-3, num_data=64, sigma=3e-3, sigma_along=2.0, prior=Gaussian(), generator=seeded()
+    )
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(600):
+        rows = torch.randperm(64, generator=generator)[:60]
+        sampler.step(lambda: F.cross_entropy(model(X[rows]), Y[rows], reduction="none"))  # noqa: B023
+    assert not sampler.health().is_healthy
 
 
 def test_algorithm_1_is_found_to_be_biased() -> None:

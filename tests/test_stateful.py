@@ -253,6 +253,18 @@ def test_check_closure_names_the_layers() -> None:
     assert str(report) == "two calls at the same weights agree bit for bit"
 
 
+def test_check_closure_takes_every_kind_of_closure() -> None:
+    model = network(norm=False).eval()
+
+    def calls_backward() -> Tensor:
+        loss = F.cross_entropy(model(X), Y)
+        loss.backward()
+        return loss
+
+    assert check_closure(calls_backward).is_deterministic
+    assert check_closure([lambda: F.cross_entropy(model(X[:32]), Y[:32]), lambda: F.cross_entropy(model(X[32:]), Y[32:])])
+
+
 def test_the_released_behaviour_changes_the_acceptance() -> None:
     """Other masks on the two sides, as in the released code: the ratio is then mostly the noise of the masks."""
     model = network(dropout=0.5)

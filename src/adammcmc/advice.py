@@ -125,7 +125,9 @@ def suggest(
         {
             "lr": reason,
             "sigma": f"adapted to an acceptance of {target_acceptance:.2f}; the pilot then had {reached:.2f}",
-            "sigma_along": f"the proposal alone is then accepted at {floor:.2f}, whatever the length of the step",
+            "sigma_along": f"so that the proposal alone is accepted at {floor:.2f}, at the length that Adam's steps had"
+            if group["sigma_along"] > 0
+            else f"Adam's steps are shorter than the noise, so that the proposal alone is accepted above {floor:.2f} anyway",
             "inverse_temperature": "1 is Bayes, if the loss is a negative log likelihood; lower is hotter, a choice to report",
         },
     )

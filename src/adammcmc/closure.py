@@ -105,6 +105,16 @@ class ClosurePotential:
                 + " Use model.eval(), return the loss of all data, or set fixed_data=False."
             )
 
+    def check_same(self, known: Evaluation) -> None:
+        """Ask fixed data again, at the weights whose losses are known from the last step: do batches change between steps?"""
+        again = self._losses(same_numbers=False)[None]
+        if again.shape != known.losses.shape or not torch.allclose(again, known.losses, rtol=1e-3, atol=1e-5, equal_nan=True):
+            raise StochasticClosure(
+                "fixed_data=True says that every step sees the same data, but this step's closure gives another loss at the "
+                f"weights of the last step: {float(again.mean()):.6g}, not {float(known.losses.mean()):.6g}. Minibatches? Pass "
+                "all data, or set fixed_data=False (and acceptance=FullData() to stay exact)."
+            )
+
     def _join(self, grads: Sequence[Tensor], params: Leaves) -> Leaves:
         """The gradient of V as leaves: the loss's part and the prior's."""
         if self._prior is not None and (prior_grad := self._prior.grad(self._packing.views(params))) is not None:

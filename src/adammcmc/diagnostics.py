@@ -58,19 +58,21 @@ class TwoSided:
     @property
     def verdict(self) -> str:
         """In words."""
-        late, optimum = self.late(self.from_reference)[0], self.late(self.from_optimum)[0]
+        (late, late_error), (optimum, optimum_error) = self.late(self.from_reference), self.late(self.from_optimum)
+        level = f"{self.level:.4g} +- {self.level_error:.2g}"
+        above, below = f"{late:.4g} +- {late_error:.2g}", f"{optimum:.4g} +- {optimum_error:.2g}"
         first = self.from_optimum[:, 0]
         error = math.hypot(float(first.std()) / math.sqrt(len(first)), self.level_error)
         if self.stays and abs(float(first.mean()) - self.level) < 4 * error:
-            return f"undecided: both sides started at one level of U, {self.level:.0f}, so that staying there proves little"
+            return f"undecided: both sides started at one level of U, {level}, so that staying there proves little"
         if self.stays and self.meets:
-            return f"agrees: U stays at {self.level:.0f} from draws of the target and arrives there from the optimum"
-        if self.stays:
             return (
-                f"not mixed: U stays at {self.level:.0f} from draws of the target, but from the optimum it is at {optimum:.0f}"
+                f"agrees: from draws of the target (U {level}) U stays, at {above}, and from the optimum it arrives, at {below}"
             )
-        meets = f", where it also arrives from the optimum ({optimum:.0f})" if self.meets else ""
-        return f"samples another distribution: from draws of the target, U leaves {self.level:.0f} for {late:.0f}{meets}"
+        if self.stays:
+            return f"not mixed: from draws of the target (U {level}) U stays, at {above}, but from the optimum it is at {below}"
+        meets = f", where it also arrives from the optimum ({below})" if self.meets else ""
+        return f"samples another distribution: from draws of the target, U leaves {level} for {above}{meets}"
 
 
 def two_sided(

@@ -62,7 +62,7 @@ class Finding(NamedTuple):
 
     kind: str
     """A short name: "no posterior", "adapting", "stuck", "no influence", "too hot", "unknown noise", "not at rest", "biased",
-    "temperature", "cannot tell"."""
+    "temperature", "untested", "cannot tell"."""
     says: str
 
 
@@ -278,9 +278,10 @@ class Monitor:
             find("stuck", f"stuck: {mean['accepted']:.1%} of the proposals were accepted; {why}")
         else:
             if influence < 0.05:  # False for NaN: a test that never looks at the loss
+                hint = "the steps may be far too short (acceptance is nearly 1), or check " if mean["rate"] > 0.97 else "check "
                 find(
                     "no influence",
-                    f"the loss has no influence: lambda times its change has a standard deviation of {influence:.2g}. Check "
+                    f"the loss has no influence: lambda times its change has a standard deviation of {influence:.2g}; {hint}"
                     "num_data, inverse_temperature, and whether the loss is a mean",
                 )
             if beta < 0.9:
@@ -296,10 +297,18 @@ class Monitor:
                     '(reduction="none") to have it measured',
                 )
             self._judge_rest(find, column, gap, is_known and noise == 0, is_exact)
-            if knows_potential and not (potential.is_settled and draws >= _ENOUGH_DRAWS):
-                find("cannot tell", f"cannot tell yet: about {draws:.0f} effective draws of U, or it still drifts")
+            if knows_potential and not draws >= _ENOUGH_DRAWS:
+                find("cannot tell", f"cannot tell yet: about {draws:.0f} of at least {_ENOUGH_DRAWS} effective draws of U")
+            elif knows_potential and not potential.is_settled:
+                find("cannot tell", "cannot tell yet: U still drifts")
             else:
                 self._judge_temperature(find, kept, total, layers, is_exact)
+            if not findings and not is_exact and not (is_known and noise == 0):
+                find(
+                    "untested",
+                    f"no complaint (acceptance {mean['rate']:.2f}), but the kernel is approximate and its bias cannot be "
+                    f"tested where the ratio is only estimated; configurational temperature {total.value:.2f} (1 at rest)",
+                )
         return Health(
             num_steps=self.num_steps,
             acceptance=mean["rate"],

@@ -36,6 +36,7 @@ __all__ = ["Params", "Sampler"]
 
 _logger = logging.getLogger("adammcmc")
 _OWN_KEY = "adammcmc"  # of state_dict: what torch would cast or drop if it lay in `state` (generator, counters)
+_RECHECKS = {10**k for k in range(9)}  # steps at which fixed data are asked again whether they are
 _TORCH_KEYS = {"params", "param_names", "initial_lr", "name"}
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -179,6 +180,8 @@ class Sampler(torch.optim.Optimizer, ABC):
             name=self._name,
         )
         try:
+            if self._here is not None and self.num_steps in _RECHECKS:
+                potential.check_same(self._here)
             self._prepare(packing, potential, current)
             state = ChainState(current, self._gather(packing), self._here, self._carry, self.num_steps, self._frozen_at)
             state, info = kernel.step(state, potential, self.generator)

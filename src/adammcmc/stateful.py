@@ -13,7 +13,7 @@ Which layers there are is seen by watching the modules that the closure calls; n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -322,9 +322,10 @@ class ClosureReport(NamedTuple):
         return "; ".join(lines)
 
 
-@torch.no_grad()
-def check_closure(closure: Callable[[], Tensor]) -> ClosureReport:
-    """Call the closure twice at the same weights, and name the layers that make a difference. Buffers are put back.
+def check_closure(closure: Callable[[], Tensor] | Sequence[Callable[[], Tensor]]) -> ClosureReport:
+    """Call the closure (or the list of them) twice at the same weights, and name the layers that make a difference.
+
+    Buffers are put back; a closure that calls `backward` itself leaves its gradients.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
@@ -334,8 +335,8 @@ def check_closure(closure: Callable[[], Tensor]) -> ClosureReport:
         (False, ["'1' (Dropout)"])
     """
     with _watch("batch", torch.device("cuda" if torch.cuda.is_available() else "cpu")) as seen:
-        first = closure().detach().clone()
-        second = closure().detach().clone()
+        closures = [closure] if callable(closure) else list(closure)
+        first, second = (torch.cat([c().detach().clone().reshape(-1) for c in closures]) for _ in range(2))
     moved = seen.moved()
     seen.put_back()
     return ClosureReport(

@@ -256,12 +256,17 @@ class Adaptation:
                 "the target yet. Train the network first, or allow more steps.",
                 stacklevel=stacklevel + 1,
             )
-        elif abs((self.reached or 0.0) - self.target) > 0.15:
-            warnings.warn(
-                f"burn-in reached an acceptance of {self.reached or 0.0:.2f} instead of {self.target:.2f}. The step itself may "
-                "be what is rejected: lower lr, or allow more steps.",
-                stacklevel=stacklevel + 1,
-            )
+            return
+        reached = self.reached or 0.0
+        if reached < self.target - 0.15:
+            advice = "The step itself may be what is rejected: lower lr, or allow more steps"
+        elif reached > self.target + 0.6 * (1 - self.target):
+            advice = "The steps are still too short: allow more steps of burn-in"
+        else:
+            return
+        warnings.warn(
+            f"burn-in reached an acceptance of {reached:.2f} instead of {self.target:.2f}. {advice}.", stacklevel=stacklevel + 1
+        )
 
 
 def check_tunable(acceptance: Test) -> None:
@@ -269,7 +274,8 @@ def check_tunable(acceptance: Test) -> None:
     if not acceptance.needs_noise:
         raise ValueError(
             f"there is nothing to adapt to: '{acceptance}' takes every step, however long. Give the step size and no "
-            "`burn_in`, or adapt with a Metropolis test on fixed data first and then set `sampler.acceptance`."
+            "`burn_in`, or adapt with a Metropolis test on fixed data first, then set `sampler.acceptance = AlwaysAccept()` "
+            "and `sampler.fixed_data = False`."
         )
 
 
