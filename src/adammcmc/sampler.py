@@ -30,13 +30,14 @@ from adammcmc.leaves import Leaves
 from adammcmc.packing import Packing
 from adammcmc.stateful import BatchNormPolicy, Layers
 from adammcmc.target import Prior, Target
-from adammcmc.tuning import Adaptation, BurnIn, Change, check_tunable
+from adammcmc.tuning import Adaptation, BurnIn, check_tunable
 
 __all__ = ["Params", "Sampler"]
 
 _logger = logging.getLogger("adammcmc")
 _OWN_KEY = "adammcmc"  # of state_dict: what torch would cast or drop if it lay in `state` (generator, counters)
-_RECHECKS = {10**k for k in range(9)}  # steps at which fixed data are asked again whether they are
+# steps at which fixed data are asked again whether they are; on an accelerator the first only, since asking waits for it
+_RECHECKS = [10**k for k in range(9)]
 _TORCH_KEYS = {"params", "param_names", "initial_lr", "name"}
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -136,8 +137,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         return None
 
     def _set_preconditioner(self, packing: Packing, diagonal: Leaves) -> None:
-        """Take this A."""
-        raise NotImplementedError
+        """Take this A (asked only of a sampler that learns one)."""
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             name=self._name,
         )
         try:
-            if self._here is not None and self.num_steps in _RECHECKS:
+            if self._here is not None and self.num_steps in _RECHECKS[: None if self.device.type == "cpu" else 1]:
                 potential.check_same(self._here)
             self._prepare(packing, potential, current)
             state = ChainState(current, self._gather(packing), self._here, self._carry, self.num_steps, self._frozen_at)
@@ -251,24 +251,23 @@ class Sampler(torch.optim.Optimizer, ABC):
         assert self._adaptation is not None
         grad = potential.first_grad if state.here is None else state.here.grad
         change = self._adaptation.observe(info.acceptance_rate, info.potential, info.step_to_noise, grad, self.target.scale)
-        self._apply(packing, potential, change)
-        if self._adaptation.is_done:
-            self._adaptation.warn(self.num_steps, stacklevel=5)
-
-    def _apply(self, packing: Packing, potential: ClosurePotential, change: Change) -> None:
         self._rescale(change.factor)
         if change.sigma_along is not None:
             for group in self.param_groups:
                 group["sigma_along"] = change.sigma_along
         if change.preconditioner is not None:
             self._set_preconditioner(packing, change.preconditioner)
+        if self._adaptation.is_done:
+            self._adaptation.warn(self.num_steps, stacklevel=5)
+
+    def _new_monitor(self, packing: Packing) -> Monitor:
+        names = [self._name(i) for i in range(len(packing.params))]
+        return Monitor(self.device, names, [p.numel() for p in packing.params])
 
     def _watch_health(self, packing: Packing, potential: ClosurePotential, state: ChainState, info: Info) -> None:
         """Running sums; the temperature only at every tenth step, because it takes a pass over the weights."""
         if self._monitor is None:
-            self._monitor = Monitor(
-                self.device, [self._name(i) for i in range(len(packing.params))], [p.numel() for p in packing.params]
-            )
+            self._monitor = self._new_monitor(packing)
         self._monitor.add(info, self.target.scale)
         if self._monitor.num_steps % 10 != 1:
             return
@@ -415,10 +414,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             self._adaptation = adaptation
         self._monitor = None
         if own.get("health") is not None:
-            packing = self._layout()
-            self._monitor = Monitor(
-                self.device, [self._name(i) for i in range(len(packing.params))], [p.numel() for p in packing.params]
-            )
+            self._monitor = self._new_monitor(self._layout())
             self._monitor.load_state_dict(own["health"])
 
     def __getstate__(self) -> dict[str, Any]:
