@@ -3,14 +3,27 @@
 from adammcmc import acceptance, kernels, target
 from adammcmc.acceptance import AlwaysAccept, FullData, Minibatch
 from adammcmc.advice import Calibration, Suggestion, calibrate_sigma, suggest
+from adammcmc.callbacks import Callback, Event, TensorBoard
 from adammcmc.chain import sample_density, warm_up
 from adammcmc.data import Examples, TensorExamples
 from adammcmc.diagnostics import TwoSided, two_sided
-from adammcmc.errors import NonFiniteLoss, PerExampleLossRequired, StochasticClosure
+from adammcmc.errors import (
+    NonFiniteLoss,
+    PerExampleLossRequired,
+    StochasticClosure,
+    StoreCorrupt,
+    StoreFull,
+    StoreLocked,
+    StoreMismatch,
+)
 from adammcmc.exact import MALA, ExactAdamMCMC, Underdamped
 from adammcmc.health import Finding, Health
 from adammcmc.kernel import ChainState, Info, Kernel
+from adammcmc.likelihood import GaussianNLL, Likelihood
 from adammcmc.optimizer import AdamMCMC, AsReleased, OptimizerMCMC
+from adammcmc.posterior import Posterior
+from adammcmc.predictive import Prediction
+from adammcmc.run import sample
 from adammcmc.sampler import Sampler
 from adammcmc.stateful import ClosureReport, check_closure
 from adammcmc.target import Density, Gaussian, Prior, Target, UniformBall, UniformBox, from_paper
@@ -25,26 +38,37 @@ __all__ = [
     "AsReleased",
     "BurnIn",
     "Calibration",
+    "Callback",
     "ChainState",
     "ClosureReport",
     "Density",
+    "Event",
     "ExactAdamMCMC",
     "Examples",
     "Finding",
     "FullData",
     "Gaussian",
+    "GaussianNLL",
     "Health",
     "Info",
     "Kernel",
+    "Likelihood",
     "Minibatch",
     "NonFiniteLoss",
     "OptimizerMCMC",
     "PerExampleLossRequired",
+    "Posterior",
+    "Prediction",
     "Prior",
     "Sampler",
     "StochasticClosure",
+    "StoreCorrupt",
+    "StoreFull",
+    "StoreLocked",
+    "StoreMismatch",
     "Suggestion",
     "Target",
+    "TensorBoard",
     "TensorExamples",
     "TwoSided",
     "Underdamped",
@@ -55,6 +79,7 @@ __all__ = [
     "check_closure",
     "from_paper",
     "kernels",
+    "sample",
     "sample_density",
     "suggest",
     "target",

@@ -1,6 +1,14 @@
 """The named exceptions: raised where a caller would want to act on the kind of failure."""
 
-__all__ = ["NonFiniteLoss", "PerExampleLossRequired", "StochasticClosure"]
+__all__ = [
+    "NonFiniteLoss",
+    "PerExampleLossRequired",
+    "StochasticClosure",
+    "StoreCorrupt",
+    "StoreFull",
+    "StoreLocked",
+    "StoreMismatch",
+]
 
 
 class NonFiniteLoss(RuntimeError):
@@ -20,3 +28,19 @@ class PerExampleLossRequired(RuntimeError):
 
 class StochasticClosure(RuntimeError):
     """Two calls of the closure at the same weights gave different losses, where the loss must be a function of the weights."""
+
+
+class StoreMismatch(ValueError):
+    """A folder holds another run than the one that was asked for (another seed, model, data, format, ...), or none."""
+
+
+class StoreCorrupt(RuntimeError):
+    """A file of a run is damaged or missing."""
+
+
+class StoreLocked(RuntimeError):
+    """Another process writes to this run."""
+
+
+class StoreFull(OSError):
+    """The disk is too small for the run, or became full. What was kept before is intact."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from adammcmc.kernel import Info
 
-__all__ = ["Finding", "Health", "Monitor", "beta_eff"]
+__all__ = ["Finding", "Health", "Monitor", "beta_eff", "read_health"]
 
 _BLOCK = 16  # steps that are summed at once
 _BATCHES = 64
@@ -55,6 +55,14 @@ def beta_eff(noise: Tensor) -> Tensor:
     """
     w: Tensor = 0.5 * torch.special.erfcx(noise / math.sqrt(2))
     return 2 * w / (0.5 + w)
+
+
+def read_health(state: dict[str, Any]) -> Health:
+    """The verdict from what `Sampler.health_state` saved."""
+    monitor = Monitor(torch.device("cpu"), state["layers"], state["sizes"])
+    if state["sums"] is not None:
+        monitor.load_state_dict(state["sums"])
+    return monitor.read(**state["context"])
 
 
 class Finding(NamedTuple):
@@ -200,6 +208,13 @@ class Monitor:
         }
         rows = torch.stack([columns[name].mean(1) for name in _SERIES], 1)
         return torch.cat([torch.stack(done), rows]) if done else rows
+
+    def totals(self) -> dict[str, float]:
+        """The sum of each series over all steps, and `num_steps`."""
+        sums = self._steps.sums.sum(0)
+        if self._pending:
+            sums = sums + self._rows().sum(0)
+        return {"num_steps": self.num_steps, **dict(zip(_SERIES, sums.tolist(), strict=True))}
 
     def state_dict(self) -> dict[str, Any]:
         """All sums, as numbers and tensors."""

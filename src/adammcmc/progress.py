@@ -3,27 +3,57 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
-__all__ = ["track"]
+__all__ = ["Bar", "show_bar", "track"]
 
 _T = TypeVar("_T")
 
 
-def track(steps: Sequence[_T], description: str, *, show: bool = True, status: Callable[[], str] | None = None) -> Iterator[_T]:
-    """Yield from `steps` under a progress bar on standard error; only yield if that is no terminal or rich is missing.
+class Bar:
+    """A bar on standard error, or nothing.
 
-    `status` is called a few times a second for the text after the bar: the place for loss and acceptance.
+    Args:
+        display: rich's; None shows nothing.
+        description: what is done.
     """
+
+    def __init__(self, display: Any, description: str) -> None:
+        self._display = display
+        self._task = None if display is None else display.add_task(description, total=None, rate="", status="")
+        self._began: tuple[float, int] | None = None
+        self._shown = 0.0
+
+    def update(self, done: int, total: int | None, status: Callable[[], str] | None = None) -> None:
+        """So many of so many (None: nobody knows yet). `status` is asked a few times a second only."""
+        if self._display is None:
+            return
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now, done
+        if now - self._shown < 0.2 and done != total:
+            return
+        self._shown = now
+        elapsed, count = now - self._began[0], done - self._began[1]
+        rate = f"{count / elapsed:.0f} steps/s" if elapsed > 0 and count > 0 else ""
+        text = "" if status is None else status()
+        self._display.update(self._task, completed=done, total=total, rate=rate, status=text)
+
+
+@contextmanager
+def show_bar(description: str, *, show: bool = True) -> Iterator[Bar]:
+    """A bar; one that shows nothing if standard error is no terminal or rich is missing."""
     if not (show and sys.stderr.isatty()):
-        yield from steps
+        yield Bar(None, description)
         return
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
-        yield from steps
+        yield Bar(None, description)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -33,15 +63,26 @@ def track(steps: Sequence[_T], description: str, *, show: bool = True, status: C
         TimeRemainingColumn(),
         TextColumn("{task.fields[status]}"),
     )
-    import time
+    with Progress(*columns, console=Console(stderr=True)) as display:
+        yield Bar(display, description)
 
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(description, total=len(steps), rate="", status="")
-        began = shown = time.monotonic()
-        for done, step in enumerate(steps):
+
+def track(
+    steps: Iterable[_T],
+    description: str,
+    *,
+    total: int | None = None,
+    show: bool = True,
+    status: Callable[[], str] | None = None,
+) -> Iterator[_T]:
+    """Yield from `steps` under a progress bar on standard error; only yield if that is no terminal or rich is missing.
+
+    `status` is called a few times a second for the text after the bar: the place for loss and acceptance.
+    """
+    if total is None and isinstance(steps, Sized):
+        total = len(steps)
+    with show_bar(description, show=show) as bar:
+        bar.update(0, total)
+        for done, step in enumerate(steps, 1):
             yield step
-            if (now := time.monotonic()) - shown > 0.2:
-                shown = now
-                text = status() if status is not None else ""
-                bar.update(task, completed=done + 1, rate=f"{(done + 1) / (now - began):.0f} steps/s", status=text)
-        bar.update(task, completed=len(steps))
+            bar.update(done, total, status)

@@ -279,18 +279,50 @@ class Sampler(torch.optim.Optimizer, ABC):
 
     def health(self) -> Health:
         """What the run says about itself since burn-in ended: numbers, and a verdict in words. Waits for the device."""
-        monitor = self._monitor or Monitor(self.device)
+        return (self._monitor or Monitor(self.device)).read(**self._health_context())
+
+    def health_state(self) -> dict[str, Any]:
+        """All that `health` goes by, as numbers and tensors: `adammcmc.health.read_health` gives the verdict from it."""
+        params = self._trainable()
+        return {
+            "sums": None if self._monitor is None else self._monitor.state_dict(),
+            "layers": [self._name(i) for i in range(len(params))],
+            "sizes": [p.numel() for p in params],
+            "context": self._health_context(),
+        }
+
+    def _health_context(self) -> dict[str, Any]:
+        """What decides which self-tests are valid."""
         prior = self.target.prior
         scaled_away = self._layers.scaled_away()
         trainable = self._trainable()
-        return monitor.read(
-            is_exact=not self.approximations(),
-            knows_potential=self.fixed_data or isinstance(self.acceptance, FullData),
-            has_proper_prior=prior is not None,
-            has_edge=prior is not None and prior.is_bounded,
-            is_adapting=self.is_adapting,
-            left_out=[self._name(i) for i, p in enumerate(trainable) if id(p) in scaled_away],
-        )
+        return {
+            "is_exact": not self.approximations(),
+            "knows_potential": self.fixed_data or isinstance(self.acceptance, FullData),
+            "has_proper_prior": prior is not None,
+            "has_edge": prior is not None and prior.is_bounded,
+            "is_adapting": self.is_adapting,
+            "left_out": [self._name(i) for i, p in enumerate(trainable) if id(p) in scaled_away],
+        }
+
+    def health_sums(self) -> dict[str, float]:
+        """Running sums behind `health`, by name, and the number of steps in them. Waits for the device."""
+        return (self._monitor or Monitor(self.device)).totals()
+
+    def reset_health(self) -> None:
+        """Forget the steps so far: burn-in is over."""
+        self._monitor = None
+
+    def present_loss(self) -> Tensor:
+        """The mean loss at the present weights as far as the last step knew it, without evaluating anything.
+
+        Of all data under `FullData` and `fixed_data`, otherwise of the last batch; under `AlwaysAccept`, which does not look at
+        the proposal, that of the weights before the step.
+        """
+        if isinstance(self.acceptance, FullData) and isinstance(self._carry, Tensor):
+            return self._carry.mean()
+        info = self.info
+        return torch.where(info.is_accepted & info.proposed_loss.isfinite(), info.proposed_loss, info.loss)
 
     @property
     def info(self) -> Info:

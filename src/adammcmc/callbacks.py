@@ -1,0 +1,100 @@
+"""What happens beside a run: a small protocol, and scalars for TensorBoard as its first user."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from adammcmc.sampler import Sampler
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["Callback", "Event", "TensorBoard"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Where a run stands."""
+
+    chain: int
+    step: int
+    """Steps of this chain so far, burn-in included."""
+    num_draws: int
+    """Draws of this chain so far."""
+    is_burning_in: bool
+    sampler: Sampler
+    model: nn.Module
+    """At the chain's present weights; must be left as it is."""
+
+
+class Callback:
+    """What a run calls. Override what you need.
+
+    What a callback raises stops the run, as Ctrl-C does: the store keeps what there was, and `resume=True` goes on. It must not
+    draw from torch's global random numbers, or a resumed run would not be bit for bit the same.
+    """
+
+    def on_start(self, event: Event) -> None:
+        """A chain begins, or goes on after a stop."""
+
+    def on_step(self, event: Event) -> None:
+        """After each step. Reading numbers from an accelerator here waits for it."""
+
+    def on_draw(self, event: Event, record: dict[str, Any]) -> None:
+        """After a draw was kept; `record` is its line in the index."""
+
+    def on_end(self, event: Event) -> None:
+        """A chain has all its draws."""
+
+
+class TensorBoard(Callback):
+    """Loss, acceptance and settings as scalars for TensorBoard, one run for each chain.
+
+    Args:
+        folder: where the event files go.
+        every: steps between two points; each waits for an accelerator once.
+    """
+
+    def __init__(self, folder: str | Path, every: int = 50) -> None:
+        if every < 1:
+            raise ValueError(f"`every` must be at least 1, got {every}.")
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: F401  (missing? then say so before the run)
+        except ImportError as error:
+            raise ImportError("TensorBoard scalars need the package tensorboard. Run: pip install tensorboard") from error
+        self._folder, self._every = Path(folder), every
+        self._writer: SummaryWriter | None = None
+
+    def on_start(self, event: Event) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # what was written after the checkpoint that the run goes on from comes again
+        self._writer = SummaryWriter(str(self._folder / f"chain-{event.chain}"), purge_step=event.step or None)
+
+    def on_step(self, event: Event) -> None:
+        if event.step % self._every:
+            return
+        info = event.sampler.info
+        self._write(event.step, "loss", float(info.loss))
+        self._write(event.step, "acceptance_rate", float(info.acceptance_rate))
+        self._write(event.step, "potential", float(info.potential))
+        for i, group in enumerate(event.sampler.param_groups):
+            for key in ("lr", "sigma", "sigma_along"):
+                if isinstance(group.get(key), int | float):
+                    self._write(event.step, f"settings/{key}" + (f"/group {i}" if i else ""), float(group[key]))
+
+    def on_draw(self, event: Event, record: dict[str, Any]) -> None:
+        self._write(event.step, "draws", event.num_draws)
+
+    def on_end(self, event: Event) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write(self, step: int, name: str, value: float) -> None:
+        assert self._writer is not None
+        self._writer.add_scalar(name, value, step)

@@ -1,0 +1,271 @@
+"""What a loss makes of a network's outputs: losses of single examples, and what the outputs mean.
+
+The likelihood of an example is exp(-loss). Cross entropy says that outputs are logits of classes, squared error that they are
+values; prediction needs to know.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adammcmc.data import Batch, Data, describe_batch, num_rows, to_device
+
+__all__ = ["LIKELIHOODS", "DataExamples", "GaussianNLL", "Likelihood", "Loss", "likelihood_of"]
+
+
+class Likelihood(NamedTuple):
+    """What the outputs of a network mean.
+
+    `name` is "categorical" (logits of classes, along axis 1), "log_categorical" (their log probabilities), "bernoulli" (one
+    logit for each output), "bernoulli_probabilities", "gaussian" (mean values with known noise, or means and log variances),
+    or "values" (nothing is known).
+    """
+
+    name: str
+    noise: float | None = None
+    """Standard deviation of Gaussian noise; None where the network predicts it (or there is none)."""
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether predictions are probabilities of classes."""
+        return self.name in _TO_PROBABILITIES
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        """Class probabilities, or mean values, of outputs (examples, ...)."""
+        if self.has_classes:
+            return _TO_PROBABILITIES[self.name](outputs)
+        return self._halves(outputs)[0] if self._predicts_noise else outputs
+
+    def variances(self, outputs: Tensor) -> Tensor | None:
+        """Of the noise around the predictions; None where there is none to speak of."""
+        if self.name != "gaussian":
+            return None
+        if self._predicts_noise:
+            return self._halves(outputs)[1].exp()
+        assert self.noise is not None
+        return torch.full_like(outputs, self.noise**2)
+
+    @property
+    def _predicts_noise(self) -> bool:
+        return self.name == "gaussian" and self.noise is None
+
+    @staticmethod
+    def _halves(outputs: Tensor) -> tuple[Tensor, Tensor]:
+        if outputs.dim() < 2 or outputs.shape[1] % 2:
+            raise ValueError(
+                f"a network that predicts its noise must return means and log variances side by side, shape (batch, 2 k), got "
+                f"{tuple(outputs.shape)}."
+            )
+        first, second = outputs.chunk(2, 1)
+        return first, second
+
+
+_TO_PROBABILITIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "categorical": lambda outputs: outputs.softmax(1),
+    "log_categorical": lambda outputs: outputs.exp(),
+    "bernoulli": lambda outputs: outputs.sigmoid(),
+    "bernoulli_probabilities": lambda outputs: outputs,
+}
+LIKELIHOODS = (*_TO_PROBABILITIES, "gaussian", "values")
+_KNOWN: dict[Any, str] = {
+    F.cross_entropy: "categorical",
+    nn.CrossEntropyLoss: "categorical",
+    F.nll_loss: "log_categorical",
+    nn.NLLLoss: "log_categorical",
+    F.binary_cross_entropy_with_logits: "bernoulli",
+    nn.BCEWithLogitsLoss: "bernoulli",
+    F.binary_cross_entropy: "bernoulli_probabilities",
+    nn.BCELoss: "bernoulli_probabilities",
+}
+
+
+@dataclass(frozen=True)
+class GaussianNLL:
+    """The loss of regression: -log N(y; f(x), noise^2), for each example summed over its outputs.
+
+        l_i = sum_k (y_ik - f_ik)^2 / (2 noise^2) + log noise + log(2 pi) / 2
+
+    Args:
+        noise: standard deviation of the noise on a target. None: the network predicts it, and returns means and log variances
+            side by side, (batch, 2 k) for k targets.
+    """
+
+    noise: float | None
+
+    def __post_init__(self) -> None:
+        if self.noise is not None and not (math.isfinite(self.noise) and self.noise > 0):
+            raise ValueError(f"`noise` must be a positive standard deviation, or None, got {self.noise}.")
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What it says about outputs."""
+        return Likelihood("gaussian", self.noise)
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        mean = self.likelihood.predictions(outputs)
+        if mean.shape != targets.shape:
+            raise ValueError(
+                f"the network predicts means of shape {tuple(mean.shape)}, the targets have shape {tuple(targets.shape)}: they "
+                "must be equal. For one target, targets[:, None] has the shape (batch, 1)."
+            )
+        variance = self.likelihood.variances(outputs)
+        assert variance is not None
+        losses = (targets - mean).square() / (2 * variance) + 0.5 * torch.log(2 * math.pi * variance)
+        return losses.reshape(len(losses), -1).sum(1)
+
+
+def likelihood_of(loss: Callable[..., Any]) -> Likelihood:
+    """What a loss says about the outputs; "values" for a loss that is not known.
+
+    Example:
+        >>> likelihood_of(functools.partial(F.cross_entropy, label_smoothing=0.1)).name
+        'categorical'
+    """
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    if isinstance(known := getattr(loss, "likelihood", None), Likelihood):
+        return known
+    for key in (loss, type(loss)):
+        try:
+            if key in _KNOWN:
+                return Likelihood(_KNOWN[key])
+        except TypeError:  # not hashable
+            continue
+    return Likelihood("values")
+
+
+class Loss:
+    """A user's loss as losses of single examples (or, if it gives no more, the mean) of a model and a batch.
+
+    Args:
+        function: of outputs and targets, such as `F.cross_entropy` (called with reduction="none" where it takes it): a batch is
+            then (inputs, targets) or (input, input, ..., targets). Or of model and batch: its first argument is called
+            "model", or is annotated as a module, or there are no targets.
+
+    An example with several losses, (batch, k), has their mean, as reduction="mean" has.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        if not callable(function):
+            raise TypeError(f"`loss` must be a function, such as torch.nn.functional.cross_entropy, got {function!r}.")
+        self.name = _name(function)
+        if isinstance(function, nn.Module) and isinstance(getattr(function, "reduction", None), str):
+            function = copy.copy(function)
+            function.reduction = "none"  # type: ignore[assignment]
+        self._function = function
+        names, self._annotation = _parameters(function)
+        self._first = names[0] if names else ""
+        self._options = {"reduction": "none"} if "reduction" in names and not isinstance(function, nn.Module) else {}
+
+    def takes_model(self, batch: Batch) -> bool:
+        """Whether it is a function of model and batch, not of outputs and targets."""
+        if self._first in ("model", "module", "net", "network") or self._is_module(self._annotation):
+            return True
+        return not isinstance(batch, tuple | list) or len(batch) < 2
+
+    @staticmethod
+    def _is_module(annotation: Any) -> bool:
+        return (isinstance(annotation, type) and issubclass(annotation, nn.Module)) or (
+            isinstance(annotation, str) and annotation.split(".")[-1] == "Module"
+        )
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        if self.takes_model(batch):
+            return self._by_example(self._function(model, batch, **self._options), batch)
+        *inputs, targets = batch
+        outputs = model(*inputs)
+        losses = self._function(outputs, targets, **self._options)
+        if isinstance(losses, Tensor) and isinstance(outputs, Tensor) and isinstance(targets, Tensor):
+            self._check_broadcast(losses, outputs, targets)
+        return self._by_example(losses, batch)
+
+    def _check_broadcast(self, losses: Tensor, outputs: Tensor, targets: Tensor) -> None:
+        n = len(targets)
+        if losses.shape == (n, n) and outputs.shape != (n, n) and targets.shape != (n, n) and n > 1:
+            raise ValueError(
+                f"`{self.name}` compared every output with every target: outputs {tuple(outputs.shape)} and targets "
+                f"{tuple(targets.shape)} were broadcast to {tuple(losses.shape)}. Give the targets the shape of the outputs, "
+                "for example targets[:, None]."
+            )
+
+    def _by_example(self, losses: Any, batch: Batch) -> Tensor:
+        if not isinstance(losses, Tensor):
+            raise TypeError(f"`{self.name}` must return a tensor, got {type(losses).__name__}.")
+        result: Tensor = losses if losses.dim() < 2 else losses.reshape(len(losses), -1).mean(1)
+        if result.dim() == 1 and len(result) != num_rows(batch):
+            raise ValueError(
+                f"`{self.name}` returned {len(result)} losses for a batch of {num_rows(batch)} examples: it must return one "
+                "for each example, or their mean."
+            )
+        return result
+
+    def try_out(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The losses of one batch; what goes wrong is said with the batch that it went wrong on. Leaves no trace."""
+        buffers = [(b, b.detach().clone()) for b in model.buffers()]
+        devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own about shapes: what is wrong is said below
+                losses = self(model, batch)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            form = "loss(model, batch)" if self.takes_model(batch) else "loss(model(*inputs), targets)"
+            hint = ""
+            if "dtype" in str(error) or "scalar type" in str(error):
+                hint = " Convert the data to the dtype of the weights, for example x.float()."
+            if "not callable" in str(error) and not self.takes_model(batch):
+                hint = " If the loss is a function of model and batch, call its first argument `model`."
+            raise ValueError(
+                f"the loss of a batch could not be computed as {form}: {error}{hint} The batch: {describe_batch(batch)}."
+            ) from error
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        return losses
+
+
+class DataExamples:
+    """The training set as losses of single examples (`adammcmc.Examples`), at the model's present weights."""
+
+    def __init__(self, model: nn.Module, data: Data, loss: Loss, device: torch.device) -> None:
+        self._model, self._data, self._loss, self._device = model, data, loss, device
+
+    def __len__(self) -> int:
+        return self._data.num_data
+
+    def losses(self, indices: slice | Tensor) -> Tensor:
+        losses = self._loss(self._model, to_device(self._data.fetch(indices), self._device))
+        if losses.dim() == 0:
+            raise ValueError(
+                f"the acceptance test needs one loss for each example, and `{self._loss.name}` returns their mean. Let it take "
+                'reduction="none", or return the losses themselves.'
+            )
+        return losses
+
+
+def _name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__)).replace("<lambda>", "loss")
+
+
+def _parameters(function: Any) -> tuple[list[str], Any]:
+    """Names of the parameters, and the annotation of the first."""
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):
+        return [], None
+    parameters = list(signature.parameters.values())
+    return [p.name for p in parameters], parameters[0].annotation if parameters else None

@@ -1,0 +1,221 @@
+"""The draws of one run, and what they are for: joins store and prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from adammcmc.data import Batch, as_data
+from adammcmc.errors import StoreMismatch
+from adammcmc.health import Health, read_health
+from adammcmc.likelihood import LIKELIHOODS, Likelihood
+from adammcmc.predictive import Forward, Prediction, predict
+from adammcmc.store import FolderStore, Moments, Record, Store
+
+__all__ = ["Posterior"]
+
+
+class Posterior:
+    """Draws of a network's weights: a sequence of state dictionaries, chain after chain.
+
+    `posterior[3]` is a state dictionary for `model.load_state_dict`, `posterior[::10]` a posterior of every tenth draw.
+
+    Example:
+        >>> import adammcmc, torch.nn.functional as F
+        >>> _ = torch.manual_seed(0)
+        >>> model, x = nn.Linear(2, 3), torch.randn(60, 2)
+        >>> posterior = adammcmc.sample(model, (x, x.argmax(1)), F.cross_entropy, num_draws=20, gap=5, burn_in=200)
+        >>> prediction = posterior.predict(torch.randn(7, 2))
+        >>> prediction.mean.shape, prediction.spread.shape, prediction.mutual_information.shape
+        (torch.Size([7, 3]), torch.Size([7, 3]), torch.Size([7]))
+    """
+
+    def __init__(self, store: Store, model: nn.Module, records: Sequence[Record] | None = None) -> None:
+        self.store = store
+        self.model = model
+        self._records = list(store.kept() if records is None else records)
+
+    @classmethod
+    def open(cls, path: str | Path, model: nn.Module) -> Posterior:
+        """The posterior that a run left in a folder (or is still writing to).
+
+        Args:
+            path: the folder.
+            model: of the architecture that was sampled; its weights do not matter.
+        """
+        store = FolderStore(path)
+        check_model(store.manifest["model"]["tensors"], model, f"the run in '{path}'")
+        return cls(store, model)
+
+    # --- the draws ----------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, draw: int) -> dict[str, Tensor]: ...
+    @overload
+    def __getitem__(self, draw: slice) -> Posterior: ...
+    def __getitem__(self, draw: int | slice) -> dict[str, Tensor] | Posterior:
+        if isinstance(draw, slice):
+            return Posterior(self.store, self.model, self._records[draw])
+        return dict(self.store.load(self._records[draw]))
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (dict(self.store.load(record)) for record in self._records)
+
+    @property
+    def index(self) -> list[Record]:
+        """What is known of each draw: chain, draw, step, loss, potential, acceptance_rate, ..."""
+        return [dict(record) for record in self._records]
+
+    @property
+    def num_chains(self) -> int:
+        return int(self.store.manifest["configuration"]["num_chains"])
+
+    def chain(self, chain: int) -> Posterior:
+        """The draws of one chain."""
+        if not 0 <= chain < self.num_chains:
+            raise ValueError(f"`chain` must be one of 0..{self.num_chains - 1}, got {chain}.")
+        return Posterior(self.store, self.model, [r for r in self._records if r["chain"] == chain])
+
+    def trace(self, name: str) -> Tensor:
+        """A column of the index, such as "loss" or "potential", (chains, draws), float64; of the draws all chains have."""
+        chains: dict[int, list[float]] = {}
+        for record in self._records:
+            if not isinstance(record.get(name), int | float | None) or name not in record:
+                known = sorted(key for key, value in record.items() if isinstance(value, int | float))
+                raise ValueError(f"there is no trace of '{name}'. Known: {', '.join(known)}.")
+            value = record[name]
+            chains.setdefault(record["chain"], []).append(float("nan") if value is None else float(value))
+        length = min(map(len, chains.values()), default=0)
+        return torch.tensor([values[:length] for values in chains.values()], dtype=torch.float64)
+
+    def moments(self) -> Moments:
+        """Mean and variance of each weight over the draws, also where only these were kept (keep="moments" or k)."""
+        moments = Moments()
+        if self.store.manifest["keep"] == "draws":
+            for draw in self:
+                moments.add(draw)
+            return moments
+        for chain in range(self.num_chains):
+            if (saved := self.store.saved(chain)) is not None and saved["moments"] is not None:
+                moments.merge(Moments(saved["moments"]))
+        return moments
+
+    # --- what was sampled, and how it went ----------------------------------------------------------------------
+
+    @property
+    def target(self) -> str:
+        """The realised target in one line, ending in "exact" or "approximate: why"."""
+        return str(self.store.manifest["target"])
+
+    def health(self) -> list[Health]:
+        """What each chain says about itself since its burn-in ended."""
+        states = [self.store.saved(chain) for chain in range(self.num_chains)]
+        return [read_health(state["health"]) for state in states if state is not None]
+
+    def __str__(self) -> str:
+        kept = f"{len(self)} draws" if len(self) or not self.store.index else f"{len(self.store.index)} draws, moments only"
+        lines = [f"posterior: {kept} of {self.num_chains} chain{'s' * (self.num_chains != 1)}", f"  target: {self.target}"]
+        lines += [f"  chain {chain}: {health.verdict}" for chain, health in enumerate(self.health())]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Posterior: {len(self)} draws of {self.num_chains} chains, {type(self.model).__name__}>"
+
+    # --- prediction ---------------------------------------------------------------------------------------------
+
+    def predict(
+        self,
+        data: Any,
+        *,
+        forward: Forward | None = None,
+        likelihood: str | Likelihood | None = None,
+        quantiles: Sequence[float] = (),
+        raw: bool = False,
+        has_targets: bool | None = None,
+        batch_size: int | None = None,
+        progress: bool = True,
+    ) -> Prediction:
+        """What the draws predict: mean, spread, quantiles, entropies; streamed, in bounded memory.
+
+        Args:
+            data: inputs as a tensor, (inputs, targets), a Dataset or a DataLoader (whose order is kept: do not shuffle).
+            forward: a function of model and batch, if something else than `model(inputs)` is predicted.
+            likelihood: what the outputs mean; None is what the loss of the run said. See `Likelihood`.
+            quantiles: which to compute besides 0.25, 0.5 and 0.75; others can be asked for later, at the price of a pass.
+            raw: also keep the predictions of every draw.
+            has_targets: whether the last part of a batch is the targets, which the model does not see; None: if the batch has
+                as many parts as those of the run, or the loss of the run took targets and there is more than one part.
+            batch_size: examples times draws in one forward; None goes by the batch size of the run.
+            progress: show a bar if standard error is a terminal.
+        """
+        if self.store.manifest["keep"] == "moments":
+            raise ValueError(
+                "this run kept the mean and variance of the weights only (keep='moments'): there are no draws to predict with."
+            )
+        takes_targets = bool(self.store.manifest["has_targets"]) if has_targets is None else has_targets
+
+        def split(batch: Batch) -> tuple[list[Any], Any]:
+            if isinstance(batch, tuple | list):
+                if takes_targets and len(batch) > 1:
+                    return list(batch[:-1]), batch[-1]
+                return list(batch), None
+            return [batch], None
+
+        def call(model: nn.Module, batch: Batch) -> Tensor:
+            return model(*split(batch)[0])  # type: ignore[no-any-return]
+
+        size = batch_size or max(1024, 4 * int(self.store.manifest["configuration"]["batch_size"] or 0))
+        return predict(
+            self.model,
+            [_loader(self.store, record) for record in self._records],
+            as_data(data, must_know_length=False),
+            likelihood=self._likelihood(likelihood, forward),
+            forward=forward or call,
+            targets_of=lambda batch: split(batch)[1],
+            batch_size=min(size, 8192) if batch_size is None else size,
+            quantiles=quantiles,
+            raw=raw,
+            progress=progress,
+        )
+
+    def _likelihood(self, given: str | Likelihood | None, forward: Forward | None) -> Likelihood:
+        if isinstance(given, Likelihood):
+            return given
+        if given is None:
+            return Likelihood("values") if forward is not None else Likelihood(**self.store.manifest["likelihood"])
+        if given not in LIKELIHOODS:
+            raise ValueError(f"`likelihood` must be one of {', '.join(LIKELIHOODS)}, got {given!r}.")
+        return Likelihood(given)
+
+
+def check_model(tensors: dict[str, Any], model: nn.Module, what: str) -> None:
+    """Refuse a model of another architecture."""
+    own = describe_tensors(model)
+    for name in tensors:
+        if name not in own:
+            raise StoreMismatch(f"{what} is of another model: it has '{name}', which this {type(model).__name__} has not.")
+    for name, (dtype, shape) in own.items():
+        if name not in tensors:
+            raise StoreMismatch(f"{what} is of another model: it has no '{name}', which this {type(model).__name__} has.")
+        if [dtype, shape] != list(tensors[name]):
+            raise StoreMismatch(
+                f"{what} is of another model: its '{name}' is {tensors[name][0]} {tuple(tensors[name][1])}, this model's is "
+                f"{dtype} {tuple(shape)}."
+            )
+
+
+def describe_tensors(model: nn.Module) -> dict[str, tuple[str, list[int]]]:
+    """dtype and shape of everything that a draw holds, by name."""
+    state = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+    return {name: (str(x.dtype).removeprefix("torch."), list(x.shape)) for name, x in state.items()}
+
+
+def _loader(store: Store, record: Record) -> Callable[[], dict[str, Tensor]]:
+    return lambda: store.load(record)

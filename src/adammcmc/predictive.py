@@ -1,0 +1,393 @@
+"""p(y | x) over draws: streams over examples and draws in bounded memory, many draws in one forward where they fit.
+
+Outer loop: chunks of examples, so that all draws of a chunk are in memory together (quantiles need them). Inner loop: draws.
+The model is in evaluation mode, with each draw's own buffers; its own weights and modes are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils import _pytree
+
+from adammcmc import uncertainty
+from adammcmc.data import Batch, Data, num_rows, to_device
+from adammcmc.likelihood import Likelihood
+from adammcmc.progress import track
+
+__all__ = ["Prediction", "predict"]
+
+_QUANTILES = (0.25, 0.5, 0.75)
+_CHUNK_BYTES = 64 << 20  # predictions of all draws for one chunk of examples
+_GROUP_BYTES = 64 << 20  # weights of the draws in one forward
+_CACHE_BYTES = 256 << 20  # weights of all draws, if they are to stay in memory between chunks
+
+Forward = Callable[[nn.Module, Batch], Tensor]
+"""The model's answer to a batch, (examples, ...)."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the draws of a posterior predict for some examples. Tensors are on the host, with the examples along axis 0.
+
+    A *prediction* is the vector of class probabilities of one draw, or its mean values in regression.
+    """
+
+    likelihood: Likelihood
+    num_draws: int
+    mean: Tensor
+    """Mean prediction over the draws."""
+    variance: Tensor
+    """Of the predictions over the draws: what the weights do not know (divided by the number of draws)."""
+    targets: Any
+    """Those of the data, if they had any; None otherwise."""
+    raw: Tensor | None
+    """(draws, examples, ...), chain after chain, if it was asked for."""
+    _quantiles: dict[float, Tensor] = field(repr=False)
+    _again: Callable[[float], Tensor] = field(repr=False)
+    _noise: Tensor | None = field(repr=False)
+    _entropy: Tensor | None = field(repr=False)
+    _expected_entropy: Tensor | None = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.mean)
+
+    def quantile(self, q: float) -> Tensor:
+        """Of the predictions over the draws. Other q than 0.25, 0.5, 0.75 (and those asked for) take another pass.
+
+        In regression this is the quantile of the mean values: the noise of the targets is not in it.
+        """
+        if not 0 <= q <= 1:
+            raise ValueError(f"`q` must lie between 0 and 1, got {q}.")
+        if q not in self._quantiles:
+            self._quantiles[q] = self._again(q)
+        return self._quantiles[q]
+
+    @property
+    def median(self) -> Tensor:
+        return self.quantile(0.5)
+
+    @property
+    def spread(self) -> Tensor:
+        """75% - 25% quantile of the predictions: the paper's measure of uncertainty."""
+        return self.quantile(0.75) - self.quantile(0.25)
+
+    @property
+    def std(self) -> Tensor:
+        """Square root of `variance`."""
+        return self.variance.sqrt()
+
+    @property
+    def labels(self) -> Tensor:
+        """The most probable class by the mean prediction."""
+        self._check_classes("labels")
+        return (self.mean > 0.5).long() if self._is_binary else self.mean.argmax(1)
+
+    @property
+    def entropy(self) -> Tensor:
+        """Of the mean class probabilities, in nats: all uncertainty about the class."""
+        self._check_classes("entropy")
+        assert self._entropy is not None
+        return self._entropy
+
+    @property
+    def expected_entropy(self) -> Tensor:
+        """Mean entropy of the draws' class probabilities: what is left if the weights were known (aleatoric)."""
+        self._check_classes("expected_entropy")
+        assert self._expected_entropy is not None
+        return self._expected_entropy
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """entropy - expected_entropy: what the weights do not know (epistemic)."""
+        return (self.entropy - self.expected_entropy).clamp_min(0)
+
+    @property
+    def epistemic(self) -> Tensor:
+        """Regression: the variance of the mean values over the draws. Classes: the mutual information."""
+        return self.mutual_information if self.likelihood.has_classes else self.variance
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """Regression: the mean variance of the noise. Classes: the expected entropy."""
+        if self.likelihood.has_classes:
+            return self.expected_entropy
+        if self._noise is None:
+            raise ValueError(
+                "the noise of the targets is not known: sample with the loss GaussianNLL(noise), or let the network predict it "
+                "with GaussianNLL(None)."
+            )
+        return self._noise
+
+    @property
+    def total_variance(self) -> Tensor:
+        """Of a new target: aleatoric + epistemic (regression)."""
+        if self.likelihood.has_classes:
+            raise ValueError("`total_variance` is of regression; for classes take `entropy`.")
+        return self.aleatoric + self.epistemic
+
+    @property
+    def _is_binary(self) -> bool:
+        return self.likelihood.name.startswith("bernoulli")
+
+    def _check_classes(self, name: str) -> None:
+        if not self.likelihood.has_classes:
+            raise ValueError(
+                f"`{name}` needs class probabilities, and the outputs are taken as '{self.likelihood.name}'. If they are "
+                "logits, pass likelihood='categorical' (or 'bernoulli') to predict."
+            )
+
+
+class Weights:
+    """The weights of the draws, as they come: loaded for each chunk, or kept if they are few.
+
+    Args:
+        loaders: one function for each draw, that returns its tensors by name.
+        like: names, dtypes and places that the model wants.
+    """
+
+    def __init__(self, loaders: Sequence[Callable[[], dict[str, Tensor]]], like: dict[str, Tensor]) -> None:
+        self._loaders, self._like = loaders, like
+        self.size = sum(x.numel() * x.element_size() for x in like.values())
+        self._cache: dict[int, dict[str, Tensor]] | None = {} if self.size * len(loaders) <= _CACHE_BYTES else None
+
+    def __len__(self) -> int:
+        return len(self._loaders)
+
+    def __getitem__(self, draw: int) -> dict[str, Tensor]:
+        if self._cache is not None and draw in self._cache:
+            return self._cache[draw]
+        stored = self._loaders[draw]()
+        tensors = {name: stored[name].to(x.device, x.dtype, non_blocking=True) for name, x in self._like.items()}
+        if self._cache is not None:
+            self._cache[draw] = tensors
+        return tensors
+
+    def stacked(self, draws: range) -> dict[str, Tensor]:
+        """Several draws along a new first axis."""
+        parts = [self[i] for i in draws]
+        return {name: torch.stack([part[name] for part in parts]) for name in self._like}
+
+
+def predict(
+    model: nn.Module,
+    loaders: Sequence[Callable[[], dict[str, Tensor]]],
+    data: Data,
+    *,
+    likelihood: Likelihood,
+    forward: Forward,
+    targets_of: Callable[[Batch], Any],
+    batch_size: int,
+    quantiles: Sequence[float] = (),
+    raw: bool = False,
+    progress: bool = True,
+) -> Prediction:
+    """Predictions of all draws for all examples, summarised.
+
+    Args:
+        model: whose weights are replaced by the draws', by name.
+        loaders: one function for each draw.
+        data: what to predict for.
+        likelihood: what the outputs mean.
+        forward: the model's outputs for a batch.
+        targets_of: the targets of a batch, to go with the predictions; None where there are none.
+        batch_size: examples times draws in one forward.
+        quantiles: besides 0.25, 0.5 and 0.75.
+        raw: also keep all predictions, (draws, examples, ...).
+        progress: show a bar if standard error is a terminal.
+    """
+    if not loaders:
+        raise ValueError("there are no draws to predict with.")
+    wanted = sorted({*_QUANTILES, *(_checked_q(q) for q in quantiles)})
+    engine = _Engine(model, loaders, data, likelihood, forward, batch_size)
+    columns: dict[Any, list[Tensor]] = {}
+    targets: list[Any] = []
+    for predictions, noise, batch in engine.chunks(progress):
+        parts = _summary(predictions, likelihood, wanted)
+        if noise is not None:
+            parts["noise"] = noise
+        if raw:
+            parts["raw"] = predictions
+        for key, part in parts.items():
+            columns.setdefault(key, []).append(part.cpu())
+        targets.append(to_device(targets_of(batch), torch.device("cpu")))
+    joined = {key: torch.cat(parts, 1 if key == "raw" else 0) for key, parts in columns.items()}
+
+    def again(q: float) -> Tensor:
+        if "raw" in joined:
+            return uncertainty.quantile(joined["raw"], q)
+        chunks = engine.chunks(progress)
+        return torch.cat([uncertainty.quantile(predictions, q).cpu() for predictions, _, _ in chunks])
+
+    return Prediction(
+        likelihood,
+        len(loaders),
+        joined["mean"],
+        joined["variance"],
+        None if targets[0] is None else _pytree.tree_map(lambda *parts: torch.cat(parts), *targets),
+        joined.get("raw"),
+        {q: joined[q] for q in wanted},
+        again,
+        joined.get("noise"),
+        joined.get("entropy"),
+        joined.get("expected_entropy"),
+    )
+
+
+def _summary(predictions: Tensor, likelihood: Likelihood, quantiles: Sequence[float]) -> dict[Any, Tensor]:
+    mean = predictions.double().mean(0) if len(predictions) < 8 else _mean(predictions)
+    parts: dict[Any, Tensor] = {"mean": mean.to(predictions.dtype), "variance": uncertainty.variance(predictions)}
+    if likelihood.has_classes:
+        is_binary = likelihood.name.startswith("bernoulli")
+        parts["entropy"] = uncertainty.entropy(predictions, is_binary=is_binary)
+        parts["expected_entropy"] = uncertainty.expected_entropy(predictions, is_binary=is_binary)
+    ascending = predictions.sort(0).values
+    return parts | {q: uncertainty.quantile_of_sorted(ascending, q) for q in quantiles}
+
+
+def _mean(predictions: Tensor) -> Tensor:
+    total = torch.zeros(predictions.shape[1:], dtype=torch.float64, device=predictions.device)
+    for draw in predictions:
+        total += draw
+    return total / len(predictions)
+
+
+def _checked_q(q: float) -> float:
+    if not 0 <= q <= 1:
+        raise ValueError(f"`quantiles` must lie between 0 and 1, got {q}.")
+    return float(q)
+
+
+class _Call(nn.Module):
+    """A function of model and batch as a module, so that the model's weights can be replaced in a call."""
+
+    def __init__(self, model: nn.Module, forward: Forward) -> None:
+        super().__init__()
+        self.model = model
+        self._forward = forward
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self._forward(self.model, batch)
+
+
+class _Engine:
+    """Outputs of all draws, chunk by chunk."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loaders: Sequence[Callable[[], dict[str, Tensor]]],
+        data: Data,
+        likelihood: Likelihood,
+        forward: Forward,
+        batch_size: int,
+    ) -> None:
+        self._model, self._call = model, _Call(model, forward)
+        kept = model.state_dict().keys()
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # each once, also where weights are tied
+        like = {f"model.{name}": x.detach() for name, x in named.items() if name in kept}
+        renamed = [_with_prefix(load) for load in loaders]
+        self._weights = Weights(renamed, like)
+        self._data, self._likelihood, self._batch_size = data, likelihood, batch_size
+        parameter = next(model.parameters(), None)
+        self._device = torch.device("cpu") if parameter is None else parameter.device
+        fits = max(1, min(_GROUP_BYTES // max(1, self._weights.size), batch_size))
+        self._group = min(fits, len(self._weights))
+        """Draws in one forward."""
+
+    def chunks(self, progress: bool) -> Iterator[tuple[Tensor, Tensor | None, Batch]]:
+        """Predictions (draws, examples, ...), the mean variance of their noise, and the examples."""
+        size = self._chunk_size()
+        num_chunks = -(-self._data.num_data // size) if self._data.num_data else None
+        for batch in track(self._data.in_order(size), "predicting", total=num_chunks, show=progress and num_chunks != 1):
+            yield (*self._chunk(to_device(batch, self._device)), batch)
+
+    @torch.no_grad()
+    def _chunk_size(self) -> int:
+        """Examples whose predictions by all draws fit; found by asking one draw about one example."""
+        first = next(iter(self._data.in_order(1)), None)
+        if first is None:
+            raise ValueError("there are no examples to predict for.")
+        one = _part(to_device(first, self._device), slice(1))
+        with _evaluating(self._model):
+            outputs = self._checked(functional_call(self._call, self._weights[0], (one,)), 1)
+        per_example = self._likelihood.predictions(outputs).numel() * outputs.element_size()
+        inputs = sum(x.numel() * x.element_size() for x in _pytree.tree_leaves(one) if isinstance(x, Tensor))
+        fits = min(_CHUNK_BYTES // (per_example * len(self._weights)), 4 * _CHUNK_BYTES // max(1, inputs))
+        return max(1, fits)
+
+    @torch.no_grad()
+    def _chunk(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        with _evaluating(self._model):
+            return self._predictions(batch)
+
+    def _predictions(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        rows = max(1, self._batch_size // self._group)
+        n = num_rows(batch)
+        predictions: Tensor | None = None
+        noise: Tensor | None = None
+        for first in range(0, len(self._weights), self._group):
+            draws = range(first, min(first + self._group, len(self._weights)))
+            weights = self._weights.stacked(draws) if self._group > 1 else None
+            for start in range(0, n, rows):
+                part = _part(batch, slice(start, start + rows))
+                outputs = self._outputs(draws, weights, part)
+                each = [self._likelihood.predictions(o) for o in outputs]
+                if predictions is None:
+                    predictions = each[0].new_empty(len(self._weights), n, *each[0].shape[1:])
+                for d, values in zip(draws, each, strict=True):
+                    predictions[d, start : start + len(values)] = values
+                for o in outputs:
+                    if (variances := self._likelihood.variances(o)) is not None:
+                        if noise is None:
+                            noise = torch.zeros(n, *variances.shape[1:], dtype=torch.float64, device=o.device)
+                        noise[start : start + len(variances)] += variances
+        assert predictions is not None
+        return predictions, None if noise is None else (noise / len(self._weights)).to(predictions.dtype)
+
+    def _outputs(self, draws: range, weights: dict[str, Tensor] | None, batch: Batch) -> Sequence[Tensor]:
+        if weights is not None and self._group > 1:
+            try:
+                outputs = vmap(lambda w: functional_call(self._call, w, (batch,)))(weights)
+                return [self._checked(o, num_rows(batch)) for o in outputs]
+            except (RuntimeError, ValueError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                # not every model can be stacked (values that steer control flow, operations in place): then one by one
+                self._group = 1
+        return [self._checked(functional_call(self._call, self._weights[d], (batch,)), num_rows(batch)) for d in draws]
+
+    def _checked(self, outputs: Any, rows: int) -> Tensor:
+        if not isinstance(outputs, Tensor) or outputs.dim() == 0 or len(outputs) != rows:
+            what = f"a tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise TypeError(
+                f"the model must return one tensor with one row for each of the {rows} examples, got {what}. Pass `forward`, a "
+                "function of model and batch, to say what is predicted."
+            )
+        return outputs
+
+
+def _with_prefix(load: Callable[[], dict[str, Tensor]]) -> Callable[[], dict[str, Tensor]]:
+    return lambda: {f"model.{name}": x for name, x in load().items()}
+
+
+def _part(batch: Batch, rows: slice) -> Batch:
+    return _pytree.tree_map_only(Tensor, lambda x: x[rows], batch)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode inside, each module in its own mode outside."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

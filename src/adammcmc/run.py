@@ -1,0 +1,650 @@
+"""The one-call door: a model, data and a loss become draws that one can keep, interrupt and use.
+
+posterior = sample(model, (inputs, targets), F.cross_entropy, num_draws=200, path="runs/a")
+prediction = posterior.predict(test_inputs)
+
+A run is a list of chains. Each starts from a checkpoint (a new one from that of step 0), so that going on after a stop is what
+every run does.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy
+import safetensors
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from adammcmc.acceptance import FullData
+from adammcmc.callbacks import Callback, Event
+from adammcmc.data import Data, as_data, derive_seed, to_device
+from adammcmc.errors import NonFiniteLoss, StoreMismatch
+from adammcmc.exact import Underdamped
+from adammcmc.likelihood import LIKELIHOODS, DataExamples, Likelihood, Loss, likelihood_of
+from adammcmc.posterior import Posterior, check_model, describe_tensors
+from adammcmc.progress import Bar, show_bar
+from adammcmc.sampler import Sampler
+from adammcmc.store import FolderStore, MemoryStore, Moments, Store, check_space, format_bytes
+from adammcmc.target import Gaussian, Prior
+from adammcmc.tuning import BurnIn
+
+__all__ = ["sample"]
+
+_logger = logging.getLogger("adammcmc")
+_CHECKPOINT_SECONDS = 60.0  # between draws that are far apart
+_MAY_DIFFER = {"num_draws", "path"}  # between a run and its continuation
+
+Factory = Callable[..., Sampler]
+
+
+def sample(
+    model: nn.Module,
+    train: Any,
+    loss: Callable[..., Tensor],
+    *,
+    sampler: Factory | None = None,
+    batch_size: int | None = None,
+    prior: Prior | None = None,
+    num_draws: int = 200,
+    gap: int = 50,
+    burn_in: int | BurnIn | None = None,
+    num_chains: int = 1,
+    seed: int = 0,
+    path: str | Path | None = None,
+    resume: bool = False,
+    keep: Literal["draws", "moments"] | int = "draws",
+    dtype: torch.dtype | None = None,
+    initial: Sequence[Mapping[str, Tensor]] | None = None,
+    warm_start: torch.optim.Optimizer | Mapping[str, Any] | None = None,
+    scheduler: Callable[[Sampler], LRScheduler] | None = None,
+    callbacks: Sequence[Callback] = (),
+    likelihood: str | Likelihood | None = None,
+    num_data: int | None = None,
+    progress: bool = True,
+) -> Posterior:
+    """Draw a network's weights from its posterior.
+
+    The model's weights, buffers and modes are as before when this returns; it is sampled in the modes it is in (`train` or
+    `eval`). `posterior.target` says what was sampled.
+
+    Args:
+        model: trained, best; the chains start from its weights.
+        train: tensors (inputs, targets), on any device; arrays or paths of .npy files, which are mapped; a Dataset; a
+            DataLoader, whose data set, batch size, collation and workers are taken over. See `as_data`.
+        loss: of outputs and targets, such as `F.cross_entropy`, or of model and batch (call its first argument `model`).
+            Regression: `GaussianNLL(noise)`.
+        sampler: makes the sampler from parameters, such as `partial(AdamMCMC, lr=1e-3, sigma=3e-4, sigma_along=2.0)`; num_data,
+            generator, and whether the data are fixed are filled in. None is `Underdamped`, exact, with
+            `Gaussian.fan_in(model, 2.0)` as the prior: on all data at once, or with `FullData()` on batches.
+        batch_size: None is the DataLoader's; otherwise all data at once.
+        prior: given to the sampler, if it was not given one.
+        num_draws: of each chain.
+        gap: steps between two draws.
+        burn_in: steps before the first draw; a sampler that finds its settings itself does so in them. A `BurnIn` makes any
+            sampler adapt. None: until the sampler's own adaptation ends; without one, a quarter of the run.
+        num_chains: one after the other.
+        seed: fixes every random number: noise, order of the data, dropout.
+        path: a folder for the draws; None keeps them in memory.
+        resume: go on with the run in `path`, bit for bit, or start it if there is none. Everything must be as it was, but
+            `num_draws` may grow.
+        keep: "draws", or "moments" (mean and variance of the weights only), or a number: moments and the last k draws.
+        dtype: of the stored draws; None is that of the weights.
+        initial: one state dictionary for each chain to start from, such as the members of an ensemble.
+        warm_start: an optimizer (or its state) whose moments `AdamMCMC` takes over.
+        scheduler: makes a scheduler from the sampler; stepped after each step.
+        callbacks: see `Callback`; `TensorBoard(folder)` writes scalars.
+        likelihood: what the outputs mean, for prediction; None is what the loss says. See `Likelihood`.
+        num_data: needed for iterable data without a length only.
+        progress: show a bar if standard error is a terminal.
+
+    Returns:
+        The posterior. If the loss is not finite, `NonFiniteLoss` has what there is in its `result`.
+    """
+    _check_arguments(model, num_draws, gap, burn_in, num_chains, seed, keep, dtype, path, resume, initial, callbacks)
+    data = as_data(train, batch_size, num_data)
+    device = next(model.parameters()).device
+    whole = data.batch_size == data.num_data
+    with _left_as_it_was(model, device):
+        run = _Run(
+            model=model,
+            data=data,
+            batch=to_device(data.fetch(slice(None)), device) if whole else None,
+            loss=Loss(loss),
+            device=device,
+            factory=_factory(sampler, prior, model, whole),
+            burn_in=burn_in,
+            gap=gap,
+            num_draws=num_draws,
+            num_chains=num_chains,
+            seed=seed,
+            keep=keep,
+            initial=initial,
+            warm_start=warm_start,
+            scheduler=scheduler,
+            callbacks=list(callbacks),
+        )
+        first = run.batch if whole else to_device(next(data), device)
+        run.loss.try_out(model, first)
+        chain = run.new_chain(0)
+        manifest = {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "target": chain.sampler.describe(),
+            "target_at_first": chain.sampler.describe(),
+            "keep": keep,
+            "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+            "has_targets": not run.loss.takes_model(first),
+            "loss": run.loss.name,
+            "likelihood": _likelihood(likelihood, loss)._asdict(),
+            "configuration": {
+                "sampler": type(chain.sampler).__name__,
+                "settings": [
+                    {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+                    for group in chain.sampler.param_groups
+                ],
+                "num_draws": num_draws,
+                "gap": gap,
+                "burn_in": _plain(burn_in),
+                "num_chains": num_chains,
+                "seed": seed,
+                "batch_size": data.batch_size,
+            },
+            "data": {"num_data": data.num_data, "fingerprint": data.fingerprint()},
+            "why_not_resumable": data.why_not_resumable,
+            "model": {
+                "class": type(model).__name__,
+                "num_params": sum(p.numel() for p in model.parameters() if p.requires_grad),
+                "tensors": describe_tensors(model),
+            },
+            "versions": _versions(),
+        }
+        store = _open_store(path, manifest, run, resume)
+        try:
+            run.go(store, progress)
+        finally:
+            store.close()
+            data.restart(0)  # lets go of workers
+    return Posterior(store, model)
+
+
+@dataclass
+class _Run:
+    """What all chains of a run share."""
+
+    model: nn.Module
+    data: Data
+    batch: Any
+    """All data, where they are one batch; None where batches change."""
+    loss: Loss
+    device: torch.device
+    factory: Factory
+    burn_in: int | BurnIn | None
+    gap: int
+    num_draws: int
+    num_chains: int
+    seed: int
+    keep: str | int
+    initial: Sequence[Mapping[str, Tensor]] | None
+    warm_start: torch.optim.Optimizer | Mapping[str, Any] | None
+    scheduler: Callable[[Sampler], LRScheduler] | None
+    callbacks: list[Callback]
+
+    def new_chain(self, chain: int) -> _Chain:
+        """A chain at its first step, with its starting weights in the model."""
+        if self.initial is not None:
+            self.model.load_state_dict(self.initial[chain])
+        generator = torch.Generator(self.device).manual_seed(derive_seed(self.seed, chain, 0))
+        fill: dict[str, Any] = {"num_data": self.data.num_data, "generator": generator}
+        if self.batch is not None:
+            fill["fixed_data"] = True
+        elif isinstance(_given(self.factory).get("acceptance"), FullData):
+            fill["examples"] = DataExamples(self.model, self.data, self.loss, self.device)
+        if isinstance(self.burn_in, BurnIn) or (self.burn_in and _finds_settings(self.factory)):
+            fill["burn_in"] = self.burn_in
+        sampler = _built(self.factory, self.model, fill)
+        if sampler.target.num_data != self.data.num_data:
+            raise ValueError(
+                f"the sampler has num_data={sampler.target.num_data}, the data hold {self.data.num_data}: leave it out."
+            )
+        if sampler.fixed_data and self.batch is None:
+            raise ValueError(
+                f"the sampler has fixed_data=True, but batches of {self.data.batch_size} of {self.data.num_data} examples "
+                "change from step to step. Leave out batch_size (all data at once), or fixed_data."
+            )
+        sampler.generator = generator
+        if self.warm_start is not None:
+            start = self.warm_start
+            sampler.load_state_dict(start.state_dict() if isinstance(start, torch.optim.Optimizer) else dict(start))
+        self.data.restart(derive_seed(self.seed, chain, 1))
+        torch.manual_seed(derive_seed(self.seed, chain, 2))
+        return _Chain(self, chain, sampler)
+
+    def go(self, store: Store, progress: bool) -> None:
+        """All chains to their last draw, one after the other."""
+        for number in range(self.num_chains):
+            chain = self.new_chain(number)
+            with show_bar(chain.name, show=progress) as bar:
+                try:
+                    chain.go(store, bar)
+                except BaseException as error:
+                    self._add_what_is_left(error, chain, store)
+                    raise
+
+    def _add_what_is_left(self, error: BaseException, chain: _Chain, store: Store) -> None:
+        """Nothing is lost: the exception says where it is, or has it."""
+        if isinstance(store, FolderStore):
+            error.add_note(f"'{store.path}' keeps {len(store.index)} draws; the same call with resume=True goes on.")
+        else:
+            store.save(chain.chain, chain.state())
+        if isinstance(error, NonFiniteLoss | KeyboardInterrupt):
+            error.result = Posterior(store, self.model)  # type: ignore[union-attr]
+
+
+class _Chain:
+    """One chain: its sampler, and where it stands."""
+
+    def __init__(self, run: _Run, chain: int, sampler: Sampler) -> None:
+        self.run, self.chain, self.sampler = run, chain, sampler
+        self.name = f"chain {chain + 1}/{run.num_chains}" if run.num_chains > 1 else "sampling"
+        self.scheduler = None if run.scheduler is None else run.scheduler(sampler)
+        self.burned_in_at: int | None = None
+        """The step at which burn-in ended; None while it lasts."""
+        self.num_draws = 0
+        self.moments = None if run.keep == "draws" else Moments()
+        self._sums: dict[str, float] = {}
+        self._burn_in = self._planned_burn_in()
+
+    def _planned_burn_in(self) -> int | None:
+        """Steps; None: as long as the sampler adapts."""
+        burn_in = self.run.burn_in
+        if isinstance(burn_in, int):
+            return burn_in
+        if isinstance(burn_in, BurnIn) or self.sampler.is_adapting:
+            return None
+        return self.run.num_draws * self.run.gap // 4
+
+    # --- the loop -----------------------------------------------------------------------------------------------
+
+    def go(self, store: Store, bar: Bar) -> None:
+        """To the last draw."""
+        if (saved := store.saved(self.chain)) is None:
+            raise StoreMismatch(f"chain {self.chain} has no checkpoint.")
+        self.load(saved)
+        if isinstance(store, FolderStore):
+            store.rewind(self.chain, self.num_draws)
+        run, sampler, last_saved = self.run, self.sampler, time.monotonic()
+        if self.num_draws >= run.num_draws:
+            return
+        self._tell("on_start")
+        while self.num_draws < run.num_draws:
+            batch = run.batch if run.batch is not None else to_device(next(run.data), run.device)
+            sampler.step(lambda: run.loss(run.model, batch))  # noqa: B023  (called at once)
+            if self.scheduler is not None:
+                self.scheduler.step()
+            if self.burned_in_at is None and self._is_burned_in():
+                self.burned_in_at, self._sums = sampler.num_steps, {}
+                sampler.reset_health()
+                self._write_target(store)
+            elif self.burned_in_at is not None and (sampler.num_steps - self.burned_in_at) % run.gap == 0:
+                self._draw(store)
+                last_saved = time.monotonic()
+            elif time.monotonic() - last_saved > _CHECKPOINT_SECONDS and isinstance(store, FolderStore):
+                store.save(self.chain, self.state())
+                last_saved = time.monotonic()
+            if run.callbacks:
+                self._tell("on_step")
+            bar.update(sampler.num_steps, self._num_steps(), self._status)
+        self._tell("on_end")
+
+    def _is_burned_in(self) -> bool:
+        return not self.sampler.is_adapting and self.sampler.num_steps >= (self._burn_in or 0)
+
+    def _num_steps(self) -> int | None:
+        """In all; None while nobody knows how long burn-in takes."""
+        start = self._burn_in if self.burned_in_at is None else self.burned_in_at
+        return None if start is None else start + self.run.num_draws * self.run.gap
+
+    def _status(self) -> str:
+        info = self.sampler.info
+        phase = "burn-in" if self.burned_in_at is None else f"{self.num_draws} draws"
+        return f"loss {float(info.loss):.4g}  acceptance {float(self.sampler.mean_acceptance_rate):.2f}  {phase}"
+
+    def _draw(self, store: Store) -> None:
+        sampler = self.sampler
+        loss = float(sampler.present_loss())
+        sampler.check()  # the device has been waited for: a frozen chain is known by now
+        prior = sampler.target.prior
+        trainable = [p.detach() for group in sampler.param_groups for p in group["params"] if p.requires_grad]
+        log_prior = 0.0 if prior is None else float(prior.log_density(trainable))
+        sums = sampler.health_sums()
+        since = {key: value - self._sums.get(key, 0.0) for key, value in sums.items()}
+        record = {
+            "draw": self.num_draws,
+            "chain": self.chain,
+            "step": sampler.num_steps,
+            "loss": loss,
+            "potential": sampler.target.scale * loss - log_prior,
+            "acceptance_rate": since["rate"] / max(1.0, since["num_steps"]),
+            "num_accepted": round(since["accepted"]),
+            "is_accepted": bool(sampler.info.is_accepted),
+            "health": sums,
+        }
+        tensors = {name: x for name, x in self.run.model.state_dict().items() if isinstance(x, Tensor)}
+        if self.moments is not None:
+            self.moments.add(tensors)
+        self.num_draws += 1
+        self._sums = sums
+        store.append(record, tensors)
+        if isinstance(store, FolderStore) or self.num_draws == self.run.num_draws:
+            store.save(self.chain, self.state())
+        self._tell("on_draw", record)
+
+    def _write_target(self, store: Store) -> None:
+        """The line that says what is sampled, now that the layers are known."""
+        store.manifest["target"] = self.sampler.describe()
+        if isinstance(store, FolderStore) and self.chain == 0:
+            store.write_manifest()
+
+    def _tell(self, what: str, *arguments: Any) -> None:
+        sampler = self.sampler
+        event = Event(self.chain, sampler.num_steps, self.num_draws, self.burned_in_at is None, sampler, self.run.model)
+        for callback in self.run.callbacks:
+            getattr(callback, what)(event, *arguments)
+
+    # --- the checkpoint -----------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """All that the chain needs to go on bit for bit."""
+        run, sampler = self.run, self.sampler
+        return {
+            "model": {name: x.detach() for name, x in _tensors(run.model)},
+            "sampler": sampler.state_dict(),
+            "scheduler": None if self.scheduler is None else _plain_state(self.scheduler),
+            "data": run.data.state_dict(),
+            "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state(run.device) if run.device.type == "cuda" else None,
+            "burn_in": self._burn_in,
+            "burned_in_at": self.burned_in_at,
+            "num_draws": self.num_draws,
+            "sums": self._sums,
+            "moments": None if self.moments is None else self.moments.state_dict(),
+            "health": sampler.health_state(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go to where a checkpoint stood."""
+        run = self.run
+        with torch.no_grad():
+            for name, x in _tensors(run.model):
+                x.copy_(state["model"][name])
+        self.sampler.load_state_dict(state["sampler"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if state["data"]:
+            run.data.load_state_dict(state["data"])
+        torch.set_rng_state(state["random"])
+        if state["random_cuda"] is not None and run.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random_cuda"], run.device)
+        self._burn_in, self.burned_in_at, self.num_draws = state["burn_in"], state["burned_in_at"], state["num_draws"]
+        self._sums = dict(state["sums"])
+        self.moments = None if state["moments"] is None else Moments(state["moments"])
+
+
+# --- the sampler ----------------------------------------------------------------------------------------------------------
+
+
+def _factory(sampler: Factory | None, prior: Prior | None, model: nn.Module, whole: bool) -> Factory:
+    """What makes the sampler, with the prior that sample was given."""
+    if sampler is None:
+        factory: Factory = functools.partial(Underdamped, prior=prior or Gaussian.fan_in(model, gain=2.0))
+        return factory if whole else functools.partial(factory, acceptance=FullData())
+    if isinstance(sampler, torch.optim.Optimizer) or not callable(sampler):
+        raise TypeError(
+            "`sampler` must make a sampler from parameters, such as partial(AdamMCMC, lr=1e-3, sigma=1e-3), got "
+            f"{type(sampler).__name__}."
+        )
+    if prior is None:
+        return sampler
+    if "prior" in _given(sampler):
+        raise ValueError("`prior` was given both to sample and to the sampler: leave one out.")
+    return functools.partial(sampler, prior=prior)
+
+
+def _built(factory: Factory, model: nn.Module, fill: dict[str, Any]) -> Sampler:
+    """The sampler, with what the factory was not told filled in."""
+    given = _given(factory)
+    accepted = _accepted(factory)
+    options = {key: value for key, value in fill.items() if key in accepted and key not in given}
+    if "burn_in" in fill and "burn_in" in given:
+        raise ValueError("`burn_in` was given both to sample and to the sampler: leave one out.")
+    is_ours = isinstance(_innermost(factory), type)
+    params: Any = list(model.named_parameters()) if is_ours else list(model.parameters())
+    sampler = factory(params, **options)
+    if not isinstance(sampler, Sampler):
+        raise TypeError(f"`sampler` must make a sampler of adammcmc, such as AdamMCMC, got a {type(sampler).__name__}.")
+    return sampler
+
+
+def _innermost(factory: Any) -> Any:
+    while isinstance(factory, functools.partial):
+        factory = factory.func
+    return factory
+
+
+def _given(factory: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    while isinstance(factory, functools.partial):
+        given = {**factory.keywords, **given}
+        factory = factory.func
+    return given
+
+
+def _accepted(factory: Factory) -> set[str]:
+    parameters = inspect.signature(factory).parameters.values()
+    return {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+
+
+def _finds_settings(factory: Factory) -> bool:
+    """Whether the sampler has a step size that it finds in burn-in, and was not given one."""
+    parameter = inspect.signature(_innermost(factory)).parameters.get("step_size")
+    return parameter is not None and _given(factory).get("step_size") is None and "burn_in" not in _given(factory)
+
+
+# --- the store ------------------------------------------------------------------------------------------------------------
+
+
+def _open_store(path: str | Path | None, manifest: dict[str, Any], run: _Run, resume: bool) -> Store:
+    """A new store with every chain's first checkpoint, or the one that is there."""
+    size = _forecast(manifest, run.model, run.num_chains)
+    if path is None:
+        _check_memory(size)
+        store: Store = MemoryStore(manifest)
+    elif resume and (Path(path) / "run.json").exists():
+        return _reopened(Path(path), manifest, run)
+    else:
+        check_space(Path(path), size)
+        _logger.info(f"writing about {format_bytes(size)} to '{path}'")
+        store = FolderStore(path, manifest)
+    try:
+        for chain in range(run.num_chains):
+            store.save(chain, run.new_chain(chain).state())
+        if isinstance(store, FolderStore):
+            store.write_manifest()  # last: from here on the folder holds a run
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _reopened(path: Path, manifest: dict[str, Any], run: _Run) -> FolderStore:
+    store = FolderStore(path, writes=True)
+    try:
+        _check_same_run(store.manifest, manifest, run, path)
+        store.manifest["configuration"]["num_draws"] = run.num_draws
+        store.write_manifest()
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _check_same_run(before: dict[str, Any], now: dict[str, Any], run: _Run, folder: Path) -> None:
+    what = f"the run in '{folder}'"
+    check_model(before["model"]["tensors"], run.model, what)
+    if run.data.why_not_resumable is not None:
+        raise StoreMismatch(f"{what} cannot go on: {run.data.why_not_resumable}.")
+    pairs = {
+        **{key: (before["configuration"].get(key), value) for key, value in now["configuration"].items()},
+        "keep": (before["keep"], now["keep"]),
+        "dtype": (before["dtype"], now["dtype"]),
+        "num_data": (before["data"]["num_data"], now["data"]["num_data"]),
+        "target": (before["target_at_first"], now["target_at_first"]),
+    }
+    for key, (old, new) in pairs.items():
+        if key not in _MAY_DIFFER and old != new:
+            raise StoreMismatch(f"{what} has {key} = {old}, this call has {new}. To go on, everything must be as it was.")
+    if before["data"]["fingerprint"] != now["data"]["fingerprint"]:
+        raise StoreMismatch(f"{what} was made with other data: their values differ from those of this call.")
+
+
+def _forecast(manifest: dict[str, Any], model: nn.Module, num_chains: int) -> int:
+    """Bytes of all draws and checkpoints."""
+    kind = None if manifest["dtype"] is None else torch.empty(0, dtype=getattr(torch, manifest["dtype"])).element_size()
+    tensors = [x for x in model.state_dict().values() if isinstance(x, Tensor)]
+    one = sum(x.numel() * (kind if kind is not None and x.is_floating_point() else x.element_size()) + 128 for x in tensors)
+    weights = sum(x.numel() * x.element_size() + 128 for x in tensors)
+    keep, num_draws = manifest["keep"], int(manifest["configuration"]["num_draws"])
+    kept = min(keep + 1, num_draws) if isinstance(keep, int) else (num_draws if keep == "draws" else 0)
+    moments = 0 if keep == "draws" else 16 * sum(x.numel() for x in tensors)
+    # a checkpoint holds weights and two moments, and is there twice while it is replaced
+    return int(num_chains) * (kept * one + num_draws * 700 + 2 * (4 * weights + moments + 50_000))
+
+
+def _check_memory(size: int) -> None:
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return
+    if size > free:
+        raise MemoryError(
+            f"the draws would take {format_bytes(size)} of memory, and {format_bytes(free)} are free. Pass `path` to keep them "
+            "on disk, or keep fewer (`num_draws`, keep=k, keep='moments', dtype=torch.bfloat16)."
+        )
+
+
+# --- small things ---------------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(
+    model: nn.Module,
+    num_draws: int,
+    gap: int,
+    burn_in: int | BurnIn | None,
+    num_chains: int,
+    seed: int,
+    keep: str | int,
+    dtype: torch.dtype | None,
+    path: str | Path | None,
+    resume: bool,
+    initial: Sequence[Mapping[str, Tensor]] | None,
+    callbacks: Sequence[Callback],
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("no parameter of the model requires a gradient: there is nothing to sample.")
+    for name, value, least in (
+        ("num_draws", num_draws, 1),
+        ("gap", gap, 1),
+        ("num_chains", num_chains, 1),
+        ("seed", seed, 0),
+        ("burn_in", burn_in, 0),
+        ("keep", keep, 1),
+    ):
+        if value is None or isinstance(value, BurnIn | str):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+    if isinstance(keep, str) and keep not in ("draws", "moments"):
+        raise ValueError(f"`keep` must be 'draws', 'moments' or a number of last draws, got {keep!r}.")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"`dtype` must be a floating torch.dtype, such as torch.bfloat16, got {dtype!r}.")
+    if resume and path is None:
+        raise ValueError("resume=True needs `path`, the folder of the run.")
+    if initial is not None and len(initial) != num_chains:
+        raise ValueError(f"`initial` must have one state dictionary for each of {num_chains} chains, got {len(initial)}.")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise TypeError(f"`callbacks` must hold instances of adammcmc.Callback, got {type(callback).__name__}.")
+
+
+def _likelihood(given: str | Likelihood | None, loss: Any) -> Likelihood:
+    if given is None:
+        return likelihood_of(loss)
+    if isinstance(given, Likelihood):
+        return given
+    if given not in LIKELIHOODS:
+        raise ValueError(f"`likelihood` must be one of {', '.join(LIKELIHOODS)}, got {given!r}.")
+    return Likelihood(given)
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Weights, buffers, modes and torch's global random numbers are after it what they were before."""
+    before = {name: x.detach().clone() for name, x in _tensors(model)}
+    grads = [(p, p.grad) for p in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, x in _tensors(model):
+                    x.copy_(before[name])
+            for p, grad in grads:
+                p.grad = grad
+            for module, training in modes:
+                module.training = training
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """All parameters and buffers, each once, those that no state dictionary has included."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:
+    return {key: value for key, value in scheduler.state_dict().items() if not callable(value)}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON would give it back."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+def _versions() -> dict[str, str]:
+    import adammcmc
+
+    return {
+        "adammcmc": adammcmc.__version__,
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "safetensors": safetensors.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }

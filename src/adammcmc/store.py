@@ -1,0 +1,535 @@
+"""Draws and checkpoints on disk (or in memory): append, read, resume.
+
+    run.json                         what was run: target, configuration, versions, data fingerprint, tensors of the model
+    lock                             held by the process that writes
+    chain-0/index.jsonl              one line a draw: draw, chain, step, loss, acceptance_rate, ..., file, bytes, crc32
+    chain-0/draw-000000.safetensors  parameters and buffers of one draw, under the names of `model.state_dict()`
+    chain-0/checkpoint.safetensors   all that the chain needs to go on; its metadata entry "state" is JSON
+
+A file appears under its name only when it is whole, and a draw exists when its line in the index is whole. The checkpoint is
+written last: a run that was killed goes on from it, and makes again, bit for bit, what came after.
+No pickle anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import json
+import math
+import os
+import shutil
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils import _pytree
+
+from adammcmc.errors import StoreCorrupt, StoreFull, StoreLocked, StoreMismatch
+
+__all__ = ["FORMAT", "FolderStore", "MemoryStore", "Moments", "Record", "Store"]
+
+FORMAT = 1
+Record = dict[str, Any]
+"""One line of the index."""
+Tensors = Mapping[str, Tensor]
+_MANIFEST, _LOCK, _INDEX, _CHECKPOINT = "run.json", "lock", "index.jsonl", "checkpoint.safetensors"
+
+
+class Store(ABC):
+    """Where the draws of a run are kept.
+
+    Args:
+        manifest: what was run, as JSON.
+    """
+
+    def __init__(self, manifest: dict[str, Any]) -> None:
+        self.manifest = manifest
+        self._index: dict[int, list[Record]] = {}
+
+    @property
+    def index(self) -> list[Record]:
+        """Of all chains, one after the other."""
+        return [record for chain in sorted(self._index) for record in self._index[chain]]
+
+    def num_draws(self, chain: int) -> int:
+        """How many draws this chain has made, whether their weights were kept or not."""
+        return len(self._index.get(chain, []))
+
+    def kept(self) -> list[Record]:
+        """The draws whose weights are here."""
+        keep = self.manifest["keep"]
+        if keep == "moments":
+            return []
+        chains = [self._index[chain] for chain in sorted(self._index)]
+        return [record for chain in chains for record in (chain if keep == "draws" else chain[-keep:])]
+
+    @abstractmethod
+    def append(self, record: Record, tensors: Tensors) -> None:
+        """One more draw of chain `record["chain"]`."""
+
+    @abstractmethod
+    def load(self, record: Record) -> dict[str, Tensor]:
+        """The weights of a draw, on the host."""
+
+    @abstractmethod
+    def save(self, chain: int, state: dict[str, Any]) -> None:
+        """All that a chain needs to go on, in place of what was saved before."""
+
+    @abstractmethod
+    def saved(self, chain: int) -> dict[str, Any] | None:
+        """What was saved last; None before the first time."""
+
+    def close(self) -> None:  # noqa: B027  (memory has nothing to close)
+        """No more writing."""
+
+
+class MemoryStore(Store):
+    """In memory, for runs without a path."""
+
+    def __init__(self, manifest: dict[str, Any]) -> None:
+        super().__init__(manifest)
+        self._tensors: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._saved: dict[int, dict[str, Any]] = {}
+
+    def append(self, record: Record, tensors: Tensors) -> None:
+        chain, draw, keep = record["chain"], record["draw"], self.manifest["keep"]
+        self._index.setdefault(chain, []).append(_strict(record))
+        if keep != "moments":
+            self._tensors[chain, draw] = _on_host(tensors, self.manifest["dtype"])
+        if isinstance(keep, int):
+            self._tensors.pop((chain, draw - keep), None)
+
+    def load(self, record: Record) -> dict[str, Tensor]:
+        return self._tensors[record["chain"], record["draw"]]
+
+    def save(self, chain: int, state: dict[str, Any]) -> None:
+        self._saved[chain] = _pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
+
+    def saved(self, chain: int) -> dict[str, Any] | None:
+        return self._saved.get(chain)
+
+
+class FolderStore(Store):
+    """In a folder; see the top of this file for its layout.
+
+    Args:
+        path: the folder.
+        manifest: of a new run, which begins to exist with `write_manifest`; None opens the run that is there.
+        writes: whether to write: takes the lock, and removes what an interrupted write left.
+    """
+
+    def __init__(self, path: str | Path, manifest: dict[str, Any] | None = None, *, writes: bool = False) -> None:
+        self.path = Path(path)
+        self._lock: IO[bytes] | None = None
+        self._verified: set[str] = set()
+        if manifest is not None:
+            self._begin(manifest)
+        else:
+            if writes:
+                read_manifest(self.path)  # a folder that holds no run is not touched
+                self._take_lock()
+            try:
+                super().__init__(read_manifest(self.path))
+                self._read_index(writes)
+            except BaseException:
+                self.close()
+                raise
+
+    def _begin(self, manifest: dict[str, Any]) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise StoreMismatch(f"'{self.path}' is a file: `path` must be a folder for the run.")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        try:
+            if (self.path / _MANIFEST).exists():
+                raise StoreMismatch(
+                    f"'{self.path}' holds a run already. Pass resume=True to go on with it, or choose another path."
+                )
+            # a run that was killed before it began has left first checkpoints at most
+            files = [p.relative_to(self.path) for p in self.path.rglob("*") if p.is_file() and p.suffix != ".tmp"]
+            if foreign := [str(p) for p in sorted(files) if p.name not in (_LOCK, _CHECKPOINT)]:
+                raise StoreMismatch(
+                    f"'{self.path}' is not empty and holds no run (it has '{foreign[0]}'). Choose another path."
+                )
+            super().__init__(manifest)
+        except BaseException:
+            self.close()
+            raise
+
+    def write_manifest(self) -> None:
+        """Write down what was run, anew."""
+        text = json.dumps({"what": "a run of adammcmc", "format": FORMAT, **self.manifest}, indent=2, allow_nan=False)
+
+        def write(file: Path) -> None:
+            file.write_text(text + "\n")
+
+        self._write_whole(self.path / _MANIFEST, write)
+
+    def append(self, record: Record, tensors: Tensors) -> None:
+        chain, draw, keep = record["chain"], record["draw"], self.manifest["keep"]
+        folder = self.path / f"chain-{chain}"
+        folder.mkdir(exist_ok=True)
+        if keep != "moments":
+            file = folder / _draw_name(draw)
+            host = _on_host(tensors, self.manifest["dtype"])
+            self._write_whole(file, lambda temporary: save_file(host, temporary))
+            record = {**record, "file": file.name, "bytes": file.stat().st_size, "crc32": _crc(file)}
+        record = _strict(record)
+        self._append_line(folder / _INDEX, json.dumps(record, allow_nan=False))
+        self._index.setdefault(chain, []).append(record)
+
+    def load(self, record: Record) -> dict[str, Tensor]:
+        file = self.path / f"chain-{record['chain']}" / record["file"]
+        try:
+            if str(file) not in self._verified and _crc(file) != record["crc32"]:
+                raise StoreCorrupt(f"'{file}' is damaged: its checksum is not the one in the index.")
+            self._verified.add(str(file))
+            with safe_open(file, framework="pt") as content:
+                return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118  (no dictionary)
+        except (OSError, SafetensorError) as error:
+            raise StoreCorrupt(f"'{file}' cannot be read: {error}.") from error
+
+    def save(self, chain: int, state: dict[str, Any]) -> None:
+        folder = self.path / f"chain-{chain}"
+        folder.mkdir(exist_ok=True)
+        text, tensors = encode(state)
+        self._write_whole(
+            folder / _CHECKPOINT, lambda temporary: save_file(tensors, temporary, {"format": str(FORMAT), "state": text})
+        )
+        self._drop_old(chain)  # only now: the checkpoint before this one needed them
+
+    def saved(self, chain: int) -> dict[str, Any] | None:
+        file = self.path / f"chain-{chain}" / _CHECKPOINT
+        if not file.exists():
+            return None
+        try:
+            with safe_open(file, framework="pt") as content:
+                tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+                return cast(dict[str, Any], decode(content.metadata()["state"], tensors))
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise StoreCorrupt(f"the checkpoint '{file}' cannot be read: {error}. The draws are not affected.") from error
+
+    def rewind(self, chain: int, num_draws: int) -> None:
+        """Forget the draws that came after the checkpoint: the chain makes them again."""
+        records = self._index.get(chain, [])
+        if len(records) < num_draws:
+            raise StoreCorrupt(
+                f"the index of chain {chain} in '{self.path}' has {len(records)} draws, its checkpoint {num_draws}: lines are "
+                "missing."
+            )
+        if len(records) == num_draws:
+            return
+        kept = records[:num_draws]
+        text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
+
+        def write(file: Path) -> None:
+            file.write_text(text)
+
+        self._write_whole(self.path / f"chain-{chain}" / _INDEX, write)
+        self._index[chain] = kept
+        for record in records[num_draws:]:
+            if "file" in record:
+                (self.path / f"chain-{chain}" / record["file"]).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()  # which lets go of the lock
+            self._lock = None
+
+    # --- the files ----------------------------------------------------------------------------------------------
+
+    def _take_lock(self) -> None:
+        self._lock = open(self.path / _LOCK, "ab")  # noqa: SIM115  (open for as long as the store writes)
+        try:
+            import fcntl
+        except ImportError:  # no such locks on this system
+            return
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            raise StoreLocked(f"another process writes to '{self.path}'. Wait for it, or choose another path.") from error
+
+    def _read_index(self, writes: bool) -> None:
+        for folder in sorted(self.path.glob("chain-*"), key=lambda p: int(p.name.removeprefix("chain-"))):
+            chain = int(folder.name.removeprefix("chain-"))
+            file = folder / _INDEX
+            lines = file.read_bytes().split(b"\n") if file.exists() else [b""]
+            unfinished = lines.pop()  # without a line's end: its writer was interrupted, and it does not count
+            if writes:
+                if unfinished:
+                    with open(file, "r+b") as index:
+                        index.truncate(sum(len(line) + 1 for line in lines))
+                for leftover in folder.glob("*.tmp"):
+                    leftover.unlink()
+            try:
+                self._index[chain] = [json.loads(line) for line in lines]
+            except ValueError as error:
+                raise StoreCorrupt(f"'{file}' has a line that is not JSON: {error}.") from error
+            if [r.get("draw") for r in self._index[chain]] != list(range(len(lines))):
+                raise StoreCorrupt(f"'{file}' does not count its draws 0, 1, 2, ...: lines are missing or damaged.")
+        for record in self.kept():
+            draw = self.path / f"chain-{record['chain']}" / record["file"]
+            if not draw.exists():
+                raise StoreCorrupt(f"'{draw}' is missing, which the index names.")
+            if draw.stat().st_size != record["bytes"]:
+                raise StoreCorrupt(f"'{draw}' has {draw.stat().st_size} bytes, the index says {record['bytes']}.")
+
+    def _write_whole(self, file: Path, write: Any) -> None:
+        """All of a file or nothing: written under another name, then renamed."""
+        temporary = file.with_name(file.name + ".tmp")
+        with self._watching_space(file):
+            try:
+                write(temporary)
+                with open(temporary, "rb") as written:
+                    os.fsync(written.fileno())
+                os.replace(temporary, file)
+            except BaseException:
+                with suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+                raise
+
+    def _append_line(self, file: Path, line: str) -> None:
+        with self._watching_space(file), open(file, "ab", buffering=0) as index:
+            size = index.seek(0, os.SEEK_END)
+            content = line.encode() + b"\n"
+            try:
+                if index.write(content) != len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except BaseException:
+                with suppress(OSError):
+                    index.truncate(size)
+                raise
+
+    @contextmanager
+    def _watching_space(self, file: Path) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            number = getattr(error, "errno", None)
+            if (
+                number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+                or "No space left" in str(error)
+                or "too large" in str(error)
+            ):
+                raise StoreFull(
+                    errno.ENOSPC,
+                    f"the disk is full: '{file}' could not be written. All earlier draws are kept; make room and pass "
+                    "resume=True to go on",
+                ) from error
+            raise
+
+    def _drop_old(self, chain: int) -> None:
+        keep = self.manifest["keep"]
+        if not isinstance(keep, int):
+            return
+        for record in self._index.get(chain, [])[-2 * keep - 2 : -keep]:
+            (self.path / f"chain-{chain}" / record["file"]).unlink(missing_ok=True)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What was run in this folder; refused with the reason if it holds no run that can be read."""
+    file = path / _MANIFEST
+    if not file.exists():
+        what = "does not exist" if not path.exists() else "holds no run of adammcmc (it has no run.json)"
+        raise StoreMismatch(f"'{path}' {what}.")
+    try:
+        manifest = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise StoreCorrupt(f"'{file}' is not JSON: {error}.") from error
+    if not isinstance(manifest, dict) or "format" not in manifest or "keep" not in manifest:
+        raise StoreMismatch(f"'{file}' is of some other program: it names no format.")
+    if manifest["format"] > FORMAT:
+        version = manifest.get("versions", {}).get("adammcmc", "?")
+        raise StoreMismatch(
+            f"'{path}' has format {manifest['format']} of a newer version of adammcmc ({version}); this one reads up to "
+            f"{FORMAT}. Update adammcmc."
+        )
+    return cast(dict[str, Any], manifest)
+
+
+def check_space(path: Path, needed: int) -> None:
+    """Refuse a run that the disk has no room for."""
+    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise StoreFull(
+            errno.ENOSPC,
+            f"the run would write {format_bytes(needed)}, and '{path}' has {format_bytes(free)} left. Keep fewer draws "
+            "(`num_draws`, keep=k for the last k, keep='moments'), or store them with dtype=torch.bfloat16",
+        )
+
+
+def format_bytes(number: int) -> str:
+    """For people."""
+    size, units = float(number), ["bytes", "kB", "MB", "GB", "TB", "PB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    return f"{size:.3g} {units[0]}"
+
+
+# --- running moments ------------------------------------------------------------------------------------------------------
+
+
+class Moments:
+    """Mean and variance of the weights over draws that are not kept (Welford's recursion), in float64 on the host.
+
+    Args:
+        state: of other moments, to go on with.
+    """
+
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        self.count = 0 if state is None else int(state["count"])
+        self._mean: dict[str, Tensor] = {} if state is None else {k: v.clone() for k, v in state["mean"].items()}
+        self._squares: dict[str, Tensor] = {} if state is None else {k: v.clone() for k, v in state["squares"].items()}
+
+    def add(self, tensors: Tensors) -> None:
+        """One more draw."""
+        self.count += 1
+        for name, tensor in tensors.items():
+            if not tensor.is_floating_point():
+                continue
+            value = tensor.detach().to("cpu", torch.float64)
+            if name not in self._mean:
+                self._mean[name], self._squares[name] = torch.zeros_like(value), torch.zeros_like(value)
+            deviation = value - self._mean[name]
+            self._mean[name] += deviation / self.count
+            self._squares[name] += deviation * (value - self._mean[name])
+
+    def merge(self, other: Moments) -> None:
+        """Those of another chain as well."""
+        if other.count == 0:
+            return
+        total = self.count + other.count
+        for name, mean in other._mean.items():
+            own = self._mean.get(name, torch.zeros_like(mean))
+            shift = mean - own
+            squares = self._squares.get(name, torch.zeros_like(mean)) + other._squares[name]
+            self._squares[name] = squares + shift.square() * (self.count * other.count / total)
+            self._mean[name] = own + shift * (other.count / total)
+        self.count = total
+
+    @property
+    def mean(self) -> dict[str, Tensor]:
+        return dict(self._mean)
+
+    @property
+    def variance(self) -> dict[str, Tensor]:
+        """Over the draws (divided by their number)."""
+        return {name: squares / max(1, self.count) for name, squares in self._squares.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """count, mean, and squares = count * variance."""
+        return {"count": self.count, "mean": self._mean, "squares": self._squares}
+
+
+# --- states without pickle ------------------------------------------------------------------------------------------------
+
+
+def encode(state: Any) -> tuple[str, dict[str, Tensor]]:
+    """A nested state of numbers, strings, lists, tuples, dictionaries and tensors: as JSON, and its tensors by name.
+
+    Example:
+        >>> text, tensors = encode({"a": (1, None), 7: torch.ones(2)})
+        >>> decode(text, tensors)
+        {'a': (1, None), 7: tensor([1., 1.])}
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def walk(value: Any, where: str) -> Any:
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, int):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if isinstance(value, Tensor):
+            name = where.lstrip("/") or "tensor"
+            # parts of one storage would be refused: each gets its own
+            tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+            return {"tensor": name}
+        if isinstance(value, list):
+            return [walk(item, f"{where}/{i}") for i, item in enumerate(value)]
+        if isinstance(value, tuple):
+            return {"tuple": [walk(item, f"{where}/{i}") for i, item in enumerate(value)]}
+        if isinstance(value, Mapping):
+            pairs = [[walk(key, where), walk(item, f"{where}/{key}")] for key, item in value.items()]
+            return {"dict": pairs}
+        if isinstance(value, bytes):
+            return {"bytes": base64.b64encode(value).decode()}
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            return {"array": walk(torch.from_numpy(value.copy()), where)}
+        raise TypeError(f"'{where}' is a {type(value).__name__}, which cannot be saved without pickle.")
+
+    return json.dumps(walk(state, ""), allow_nan=False), tensors
+
+
+def decode(text: str, tensors: Tensors) -> Any:
+    """What `encode` was given."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, list):
+            return [walk(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        ((kind, content),) = value.items()
+        if kind == "float":
+            return float(content)
+        if kind == "tensor":
+            return tensors[content]
+        if kind == "tuple":
+            return tuple(walk(item) for item in content)
+        if kind == "bytes":
+            return base64.b64decode(content)
+        if kind == "array":
+            return walk(content).numpy()
+        return {walk(key): walk(item) for key, item in content}
+
+    return walk(json.loads(text))
+
+
+# --- small things ---------------------------------------------------------------------------------------------------------
+
+
+def _draw_name(draw: int) -> str:
+    return f"draw-{draw:06d}.safetensors"
+
+
+def _crc(file: Path) -> int:
+    checksum = 0
+    with open(file, "rb") as content:
+        while part := content.read(1 << 22):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+def _on_host(tensors: Tensors, dtype: str | None) -> dict[str, Tensor]:
+    """Copies that share nothing, floating ones in the dtype that was asked for."""
+    kind = None if dtype is None else getattr(torch, dtype)
+    return {
+        name: x.detach().to("cpu", kind if kind is not None and x.is_floating_point() else x.dtype, copy=True).contiguous()
+        for name, x in tensors.items()
+    }
+
+
+def _strict(value: Any) -> Any:
+    """With null where JSON has no number."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_strict(item) for item in value]
+    return value

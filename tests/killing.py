@@ -1,0 +1,145 @@
+"""Runs that are killed at random instants and resumed: what they leave must be what an uninterrupted run leaves."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import adammcmc
+from adammcmc.store import FolderStore, encode
+
+X = torch.randn(96, 5, generator=torch.Generator().manual_seed(1))
+Y = torch.randint(3, (96,), generator=torch.Generator().manual_seed(2))
+
+
+class Augmented(Dataset[Any]):
+    """A data set that draws from all three sources of random numbers."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = 0.1 * torch.randn(5) + 0.01 * float(np.random.rand()) + 0.01 * random.random()  # noqa: NPY002
+        return X[i] + noise, Y[i]
+
+
+def network(*, plain: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    if plain:
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def cosine(sampler: Any) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(sampler, 20, eta_min=1e-4)
+
+
+ALGORITHM_1 = partial(adammcmc.AdamMCMC, lr=1e-3, sigma=1e-3, sigma_along=2.0, prior=adammcmc.Gaussian())
+SCENARIOS: dict[str, Any] = {
+    # BatchNorm, dropout, a scheduler, two chains, batches
+    "algorithm 1": lambda: {
+        "model": network(plain=False),
+        "train": (X, Y),
+        "sampler": ALGORITHM_1,
+        "scheduler": cosine,
+        "batch_size": 16,
+        "num_chains": 2,
+        "num_draws": 25,
+        "gap": 3,
+    },
+    # adaptation of step size and preconditioner, exact, all data
+    "underdamped": lambda: {"model": network(plain=True), "train": (X, Y), "num_draws": 40, "gap": 2, "burn_in": 150},
+    # batches for the gradient, all data for the test, only the last three draws and the moments
+    "full data, last 3": lambda: {
+        "model": network(plain=True),
+        "train": (X, Y),
+        "batch_size": 32,
+        "num_draws": 40,
+        "gap": 2,
+        "burn_in": 60,
+        "keep": 3,
+    },
+    # a data set with random augmentation, no draws kept
+    "augmented, moments": lambda: {
+        "model": network(plain=True),
+        "train": DataLoader(Augmented(), batch_size=16),
+        "sampler": partial(adammcmc.MALA, step_size=1e-4, prior=adammcmc.Gaussian()),
+        "num_draws": 40,
+        "gap": 2,
+        "burn_in": 30,
+        "keep": "moments",
+    },
+    "theorem 1": lambda: {
+        "model": network(plain=True),
+        "train": (X, Y),
+        "sampler": partial(adammcmc.ExactAdamMCMC, lr=1e-3, sigma=3e-2, sigma_along=1.0, prior=adammcmc.Gaussian()),
+        "num_draws": 30,
+        "gap": 3,
+        "burn_in": adammcmc.BurnIn(num_steps=60),
+    },
+}
+
+
+def run(scenario: str, path: str) -> None:
+    torch.set_num_threads(1)
+    adammcmc.sample(loss=F.cross_entropy, path=path, resume=True, progress=False, **SCENARIOS[scenario]())
+
+
+def content(path: Path) -> Any:
+    """Everything that a finished run left, to the bit."""
+    store = FolderStore(path)
+    chains = range(store.manifest["configuration"]["num_chains"])
+    checkpoints = [encode(store.saved(chain)) for chain in chains]
+    draws = [store.load(record) for record in store.kept()]
+    files = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
+    target = store.manifest["target"]
+    return target, store.index, draws, [text for text, _ in checkpoints], [tensors for _, tensors in checkpoints], files
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def start(scenario: str, path: Path) -> multiprocessing.process.BaseProcess:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.killing"])
+    process = context.Process(target=run, args=(scenario, str(path)))
+    process.start()
+    return process
+
+
+def kill_and_resume(scenario: str, path: Path, seed: int, duration: float) -> int:
+    """Run to the end through up to four kills; how many hit a live process is returned."""
+    dice = random.Random(seed)
+    hits = 0
+    for _ in range(dice.randint(1, 4)):
+        process = start(scenario, path)
+        time.sleep(dice.uniform(0, duration))
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, signal.SIGKILL)
+            hits += 1
+        process.join()
+        if (path / "run.json").exists():
+            FolderStore(path)  # readable at any time
+    process = start(scenario, path)
+    process.join()
+    assert process.exitcode == 0
+    return hits
