@@ -119,11 +119,11 @@ class Data(ABC):
     def fingerprint(self) -> str:
         """A few hexadecimal digits that tell this data set from others: length, structure, and the values of 64 examples."""
         rows = torch.from_numpy(np.linspace(0, self.num_data - 1, min(64, self.num_data)).round().astype(np.int64))
-        leaves, structure = _pytree.tree_flatten(self.fetch(rows))
-        mark = _mix(0, [self.num_data, len(leaves), *str(structure).encode()])
-        for leaf in leaves:
+        mark = _mix(0, [self.num_data])
+        for path, leaf in _pytree.tree_flatten_with_path(self.fetch(rows))[0]:  # a path is the same in tuples and lists
             if isinstance(leaf, Tensor):
-                mark = _mix(mark, [*str((leaf.dtype, tuple(leaf.shape[1:]))).encode(), _checksum(leaf)])
+                words = f"{_pytree.keystr(path)} {leaf.dtype} {tuple(leaf.shape[1:])}"
+                mark = _mix(mark, [*words.encode(), _checksum(leaf)])
         return f"{mark:016x}"
 
 

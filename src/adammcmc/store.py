@@ -19,12 +19,13 @@ import json
 import math
 import os
 import shutil
+import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -129,7 +130,7 @@ class FolderStore(Store):
 
     def __init__(self, path: str | Path, manifest: dict[str, Any] | None = None, *, writes: bool = False) -> None:
         self.path = Path(path)
-        self._lock: IO[bytes] | None = None
+        self._unlock: Callable[[], Any] = _nothing
         self._verified: set[str] = set()
         if manifest is not None:
             self._begin(manifest)
@@ -241,20 +242,19 @@ class FolderStore(Store):
                 (self.path / f"chain-{chain}" / record["file"]).unlink(missing_ok=True)
 
     def close(self) -> None:
-        if self._lock is not None:
-            self._lock.close()  # which lets go of the lock
-            self._lock = None
+        self._unlock()
 
     # --- the files ----------------------------------------------------------------------------------------------
 
     def _take_lock(self) -> None:
-        self._lock = open(self.path / _LOCK, "ab")  # noqa: SIM115  (open for as long as the store writes)
         try:
             import fcntl
         except ImportError:  # no such locks on this system
             return
+        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
+        self._unlock = weakref.finalize(self, os.close, lock)  # the lock is let go with its file, whatever ends the process
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self.close()
             raise StoreLocked(f"another process writes to '{self.path}'. Wait for it, or choose another path.") from error
@@ -501,6 +501,10 @@ def decode(text: str, tensors: Tensors) -> Any:
 
 
 # --- small things ---------------------------------------------------------------------------------------------------------
+
+
+def _nothing() -> None:
+    pass
 
 
 def _draw_name(draw: int) -> str:

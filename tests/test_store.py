@@ -1,0 +1,394 @@
+"""The store: whole files or none, one writer, refusals with their reason, and nothing that needs this library to be read."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from adammcmc import StoreCorrupt, StoreFull, StoreLocked, StoreMismatch
+from adammcmc.store import FORMAT, FolderStore, MemoryStore, Moments, Store, check_space, decode, encode, format_bytes
+
+MANIFEST: dict[str, Any] = {"keep": "draws", "dtype": None, "configuration": {"num_chains": 1}, "target": "a test"}
+
+
+def record(draw: int, chain: int = 0, **more: Any) -> dict[str, Any]:
+    return {"draw": draw, "chain": chain, "step": 10 * draw, "loss": 0.5, **more}
+
+
+def draw(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(3, 4, generator=generator)
+    # two names for parts of one storage, an integer, a number
+    return {"weight": weight, "row": weight[1], "tied": weight, "count": torch.tensor(seed), "scale": torch.tensor(0.5)}
+
+
+def filled(path: Path, num_draws: int = 3, **changes: Any) -> FolderStore:
+    store = FolderStore(path, {**MANIFEST, **changes})
+    store.save(0, {"num_draws": 0})
+    store.write_manifest()
+    for i in range(num_draws):
+        store.append(record(i), draw(i))
+        store.save(0, {"num_draws": i + 1})
+    return store
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    filled(tmp_path / "run").close()
+    store = FolderStore(tmp_path / "run")
+    assert [r["step"] for r in store.index] == [0, 10, 20]
+    assert all(same(store.load(r), draw(i)) for i, r in enumerate(store.kept()))
+    assert store.saved(0) == {"num_draws": 3}
+    assert store.saved(1) is None
+    assert store.manifest["target"] == "a test"
+
+
+def test_it_can_be_read_without_this_library(tmp_path: Path) -> None:
+    filled(tmp_path / "run").close()
+    lines = (tmp_path / "run" / "chain-0" / "index.jsonl").read_text().splitlines()
+    first = json.loads(lines[1])
+    assert same(load_file(tmp_path / "run" / "chain-0" / first["file"]), draw(1))
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["format"] == FORMAT
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+    store = filled(tmp_path / "run", 0)
+    store.append(record(0, loss=math.nan, health={"rate": math.inf}), draw(0))
+    text = (tmp_path / "run" / "chain-0" / "index.jsonl").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert store.index[0]["loss"] is None
+    assert store.index[0]["health"]["rate"] is None
+
+
+def test_the_dtype_of_draws_can_be_chosen(tmp_path: Path) -> None:
+    stores: list[Store] = [filled(tmp_path / "run", 1, dtype="bfloat16"), MemoryStore({**MANIFEST, "dtype": "bfloat16"})]
+    stores[1].append(record(0), draw(0))
+    for store in stores:
+        loaded = store.load(store.kept()[0])
+        assert loaded["weight"].dtype == torch.bfloat16
+        assert loaded["count"].dtype == torch.int64
+        assert torch.equal(loaded["weight"], draw(0)["weight"].bfloat16())
+
+
+def test_a_draw_in_memory_is_a_copy() -> None:
+    store, tensors = MemoryStore(MANIFEST), draw(0)
+    store.append(record(0), tensors)
+    store.save(0, {"a": tensors["weight"]})
+    tensors["weight"].zero_()
+    assert same(store.load(store.index[0]), draw(0))
+    saved = store.saved(0)
+    assert saved is not None
+    assert torch.equal(saved["a"], draw(0)["weight"])
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_the_last_draws_are_kept(tmp_path: Path, keep: int) -> None:
+    store: Store
+    for store in (filled(tmp_path / "run", 6, keep=keep), MemoryStore({**MANIFEST, "keep": keep})):
+        if isinstance(store, MemoryStore):
+            for i in range(6):
+                store.append(record(i), draw(i))
+        else:
+            assert len(list((tmp_path / "run" / "chain-0").glob("draw-*"))) == keep
+        assert [r["draw"] for r in store.kept()] == list(range(6 - keep, 6))
+        assert all(same(store.load(r), draw(r["draw"])) for r in store.kept())
+        assert len(store.index) == 6
+
+
+def test_moments_only(tmp_path: Path) -> None:
+    store = filled(tmp_path / "run", 4, keep="moments")
+    assert store.kept() == []
+    assert store.num_draws(0) == 4
+    assert not list((tmp_path / "run" / "chain-0").glob("draw-*"))
+
+
+def test_moments_equal_numpy() -> None:
+    draws = [draw(i) for i in range(7)]
+    parts = [Moments(), Moments()]
+    for i, d in enumerate(draws):
+        parts[i % 2].add(d)
+    parts[0] = Moments(parts[0].state_dict())
+    parts[0].merge(parts[1])
+    parts[0].merge(Moments())
+    values = np.stack([d["weight"].double().numpy() for d in draws])
+    np.testing.assert_allclose(parts[0].mean["weight"].numpy(), values.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(parts[0].variance["weight"].numpy(), values.var(0), rtol=1e-10)
+    assert parts[0].count == 7
+    assert "count" not in parts[0].mean  # no mean of integers
+
+
+# --- interruptions --------------------------------------------------------------------------------------------------------
+
+
+def test_half_a_line_does_not_count_and_is_removed_by_the_next_writer(tmp_path: Path) -> None:
+    filled(tmp_path / "run").close()
+    index = tmp_path / "run" / "chain-0" / "index.jsonl"
+    whole = index.read_bytes()
+    index.write_bytes(whole + b'{"draw": 3, "chai')
+    (tmp_path / "run" / "chain-0" / "draw-000003.safetensors.tmp").write_bytes(b"half")
+    assert len(FolderStore(tmp_path / "run").index) == 3
+    assert index.read_bytes() != whole  # a reader touches nothing
+    FolderStore(tmp_path / "run", writes=True).close()
+    assert index.read_bytes() == whole
+    assert not list((tmp_path / "run" / "chain-0").glob("*.tmp"))
+
+
+def test_draws_after_the_checkpoint_are_forgotten_on_resume(tmp_path: Path) -> None:
+    filled(tmp_path / "run", 5).close()
+    store = FolderStore(tmp_path / "run", writes=True)
+    store.rewind(0, 3)
+    assert [r["draw"] for r in store.index] == [0, 1, 2]
+    assert len(list((tmp_path / "run" / "chain-0").glob("draw-*"))) == 3
+    store.append(record(3), draw(3))
+    store.close()
+    assert [r["draw"] for r in FolderStore(tmp_path / "run").index] == [0, 1, 2, 3]
+    with pytest.raises(StoreCorrupt, match="has 4 draws, its checkpoint 9"):
+        FolderStore(tmp_path / "run", writes=True).rewind(0, 9)
+
+
+def test_a_run_that_was_killed_before_it_began_can_begin(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "run", MANIFEST)
+    store.save(0, {"num_draws": 0})
+    store.close()
+    with pytest.raises(StoreMismatch, match="holds no run"):
+        FolderStore(tmp_path / "run")
+    FolderStore(tmp_path / "run", MANIFEST).close()
+
+
+def test_a_second_writer_is_refused_and_a_reader_is_not(tmp_path: Path) -> None:
+    store = filled(tmp_path / "run")
+    with pytest.raises(StoreLocked, match="another process writes to"):
+        FolderStore(tmp_path / "run", writes=True)
+    code = "import sys, adammcmc.store as s; s.FolderStore(sys.argv[1], writes=True)"
+    other = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, check=False)
+    assert "StoreLocked" in other.stderr
+    assert len(FolderStore(tmp_path / "run").index) == 3
+    store.close()
+    FolderStore(tmp_path / "run", writes=True).close()
+
+
+class TestAFullDisk:
+    """What was kept before stays, and a later writer goes on."""
+
+    def check(self, store: FolderStore, write: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(StoreFull, match="All earlier draws are kept"):
+            write()
+        monkeypatch.undo()
+        store.close()
+        assert not list(store.path.rglob("*.tmp"))
+        again = FolderStore(store.path, writes=True)
+        assert len(again.index) == 3
+        assert again.saved(0) == {"num_draws": 3}
+        assert all(same(again.load(r), draw(i)) for i, r in enumerate(again.kept()))
+        again.append(record(3), draw(3))
+        again.close()
+
+    def test_while_a_draw_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = filled(tmp_path / "run")
+
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        self.check(store, lambda: store.append(record(3), draw(3)), monkeypatch)
+
+    def test_while_a_checkpoint_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = filled(tmp_path / "run")
+
+        def full(*_: Any) -> None:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+        monkeypatch.setattr(os, "fsync", full)
+        self.check(store, lambda: store.save(0, {"num_draws": 4}), monkeypatch)
+
+    def test_for_real(self, tmp_path: Path) -> None:
+        """The system itself refuses to write more than so many bytes to a file."""
+        code = """
+import resource, signal, sys, torch
+from adammcmc import StoreFull
+from tests.test_store import filled, record
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+store = filled(__import__("pathlib").Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+for write in (lambda: store.append(record(3), {"w": torch.zeros(100_000)}), lambda: store.save(0, {"w": torch.zeros(100_000)})):
+    try:
+        write()
+    except StoreFull as error:
+        print("full:", error)
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "run")],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parents[1],
+        )
+        assert done.stdout.count("full: [Errno") == 2, done.stdout + done.stderr
+        store = FolderStore(tmp_path / "run", writes=True)
+        assert len(store.index) == 3
+        assert store.saved(0) == {"num_draws": 3}
+        assert not list((tmp_path / "run").rglob("*.tmp"))
+
+    def test_half_a_line_is_taken_back(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = filled(tmp_path / "run")
+        index = tmp_path / "run" / "chain-0" / "index.jsonl"
+        before = index.read_bytes()
+        import builtins
+
+        real = builtins.open
+
+        class Short:
+            """A file on a disk that takes ten bytes more."""
+
+            def __init__(self, file: Any) -> None:
+                self.file = file
+
+            def __enter__(self) -> Any:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                self.file.close()
+
+            def write(self, content: bytes) -> int:
+                return int(self.file.write(content[:10]))
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.file, name)
+
+        def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+            result = real(file, mode, *args, **options)
+            return Short(result) if "ab" in mode and str(file).endswith("index.jsonl") else result
+
+        monkeypatch.setattr(builtins, "open", opened)
+        with pytest.raises(StoreFull):
+            store.append(record(3), draw(3))
+        monkeypatch.undo()
+        assert index.read_bytes() == before
+        store.close()
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_start(tmp_path: Path) -> None:
+    with pytest.raises(StoreFull, match=r"would write 1e\+03 PB.*keep=k for the last k"):
+        check_space(tmp_path / "not" / "there" / "yet", 10**18)
+    check_space(tmp_path / "run", 1000)
+    assert [format_bytes(n) for n in (17, 1500, 2_340_000, 5 * 10**9)] == ["17 bytes", "1.5 kB", "2.34 MB", "5 GB"]
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------------
+
+
+def _cut(path: Path, by: int = 10) -> None:
+    path.write_bytes(path.read_bytes()[:-by])
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def _manifest(folder: Path, **changes: Any) -> None:
+    file = folder / "run.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "words"),
+    [
+        (lambda p: (p / "run.json").unlink(), StoreMismatch, "holds no run of adammcmc"),
+        (lambda p: (p / "run.json").write_text("{"), StoreCorrupt, "is not JSON"),
+        (lambda p: (p / "run.json").write_text("[]"), StoreMismatch, "of some other program"),
+        (lambda p: (p / "run.json").write_text('{"name": "x"}'), StoreMismatch, "of some other program"),
+        (lambda p: _manifest(p, format=FORMAT + 1), StoreMismatch, "newer version of adammcmc"),
+        (lambda p: (p / "chain-0" / "draw-000001.safetensors").unlink(), StoreCorrupt, "draw-000001.safetensors' is missing"),
+        (lambda p: _cut(p / "chain-0" / "draw-000001.safetensors"), StoreCorrupt, "bytes, the index says"),
+        (lambda p: _flip(p / "chain-0" / "draw-000001.safetensors"), StoreCorrupt, "is damaged: its checksum"),
+        (lambda p: _cut(p / "chain-0" / "checkpoint.safetensors"), StoreCorrupt, "The draws are not affected"),
+        (lambda p: (p / "chain-0" / "checkpoint.safetensors").write_bytes(b"hello"), StoreCorrupt, "cannot be read"),
+        (lambda p: (p / "chain-0" / "index.jsonl").write_text("nonsense\n"), StoreCorrupt, "a line that is not JSON"),
+        (
+            lambda p: (p / "chain-0" / "index.jsonl").write_text((p / "chain-0" / "index.jsonl").read_text().split("\n", 1)[1]),
+            StoreCorrupt,
+            "does not count its draws",
+        ),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], error: type[Exception], words: str) -> None:
+    filled(tmp_path / "run").close()
+    damage(tmp_path / "run")
+
+    def read() -> None:
+        store = FolderStore(tmp_path / "run")
+        for r in store.kept():
+            store.load(r)
+        store.saved(0)
+
+    with pytest.raises(error, match=words):
+        read()
+
+
+def test_a_folder_of_something_else_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("precious")
+    with pytest.raises(StoreMismatch, match=r"is not empty and holds no run \(it has 'chapter.tex'\)"):
+        FolderStore(tmp_path / "thesis", MANIFEST)
+    with pytest.raises(StoreMismatch, match="is a file"):
+        FolderStore(tmp_path / "thesis" / "chapter.tex", MANIFEST)
+    with pytest.raises(StoreMismatch, match="does not exist"):
+        FolderStore(tmp_path / "nowhere")
+    filled(tmp_path / "run").close()
+    with pytest.raises(StoreMismatch, match=r"holds a run already\. Pass resume=True"):
+        FolderStore(tmp_path / "run", MANIFEST)
+    assert (tmp_path / "thesis" / "chapter.tex").read_text() == "precious"
+
+
+# --- states without pickle ------------------------------------------------------------------------------------------------
+
+
+def test_a_state_comes_back_as_it_was() -> None:
+    weight = torch.randn(4, 3)
+    state = {
+        "numbers": [1, -2.5, True, None, math.inf, -math.inf, 10**20],
+        3: {"tuple": (1, (2, [3]))},
+        "views": [weight[0], weight[1], weight.t()],
+        "kinds": [
+            torch.tensor(1),
+            torch.zeros(0),
+            torch.ones(2).bool(),
+            torch.ones(2).bfloat16(),
+            torch.ones(2, dtype=torch.uint8),
+        ],
+        "numpy": [np.float64(0.1), np.int32(7), np.arange(3)],
+        "bytes": b"\x00\xff",
+        "text": 'quotes " and \n lines',
+        (1, "pair"): {},
+    }
+    back = decode(*encode(state))
+    assert back["numbers"] == state["numbers"]
+    assert back[3] == state[3]
+    assert all(torch.equal(a, b) for a, b in zip(back["views"], state["views"], strict=True))
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(back["kinds"], state["kinds"], strict=True))
+    assert back["numpy"][:2] == [0.1, 7]
+    assert (back["numpy"][2] == np.arange(3)).all()
+    assert back["bytes"] == b"\x00\xff"
+    assert back["text"] == state["text"]
+    assert back[1, "pair"] == {}
+    assert math.isnan(decode(*encode({"x": math.nan}))["x"])
+    with pytest.raises(TypeError, match="'/a/0' is a object, which cannot be saved without pickle"):
+        encode({"a": [object()]})
