@@ -15,10 +15,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from adammcmc import StoreCorrupt, StoreFull, StoreLocked, StoreMismatch
-from adammcmc.store import FORMAT, FolderStore, MemoryStore, Moments, Store, check_space, decode, encode, format_bytes
+from adammcmc.store import (
+    FORMAT,
+    FolderStore,
+    MemoryStore,
+    Moments,
+    Store,
+    check_space,
+    decode,
+    encode,
+    format_bytes,
+    safetensors_parts,
+)
 
 MANIFEST: dict[str, Any] = {"keep": "draws", "dtype": None, "configuration": {"num_chains": 1}, "target": "a test"}
 
@@ -56,6 +68,33 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert store.saved(0) == {"num_draws": 3}
     assert store.saved(1) is None
     assert store.manifest["target"] == "a test"
+
+
+def test_every_dtype_is_read_back_by_the_package_itself(tmp_path: Path) -> None:
+    floats = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+    whole = [
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.bool,
+    ]
+    tensors = {str(kind): torch.arange(6).reshape(2, 3).t().to(kind) for kind in [*floats, *whole, torch.complex64]}
+    tensors |= {"empty": torch.zeros(0, 3), "number": torch.tensor(3.0), "odd": torch.ones(3, dtype=torch.int8)}
+    file = tmp_path / "all.safetensors"
+    file.write_bytes(b"".join(safetensors_parts(tensors, {"a": 'with "quotes"'})))
+    back = load_file(file)
+    assert back.keys() == tensors.keys()
+    for name, x in tensors.items():
+        assert back[name].dtype == x.dtype
+        assert back[name].shape == x.shape
+        assert back[name].reshape(-1).view(torch.uint8).tolist() == x.contiguous().reshape(-1).view(torch.uint8).tolist(), name
+    with safe_open(file, framework="pt") as content:
+        assert content.metadata() == {"a": 'with "quotes"'}
 
 
 def test_it_can_be_read_without_this_library(tmp_path: Path) -> None:
@@ -257,7 +296,7 @@ for write in (lambda: store.append(record(3), {"w": torch.zeros(100_000)}), lamb
             """A file on a disk that takes ten bytes more."""
 
             def __init__(self, file: Any) -> None:
-                self.file = file
+                self.file, self.taken = file, 0
 
             def __enter__(self) -> Any:
                 return self
@@ -266,7 +305,8 @@ for write in (lambda: store.append(record(3), {"w": torch.zeros(100_000)}), lamb
                 self.file.close()
 
             def write(self, content: bytes) -> int:
-                return int(self.file.write(content[:10]))
+                self.taken += 1
+                return int(self.file.write(content[:10])) if self.taken == 1 else 0
 
             def __getattr__(self, name: str) -> Any:
                 return getattr(self.file, name)

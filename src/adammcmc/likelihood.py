@@ -228,7 +228,7 @@ class Loss:
             if "not callable" in str(error) and not self.takes_model(batch):
                 hint = " If the loss is a function of model and batch, call its first argument `model`."
             raise ValueError(
-                f"the loss of a batch could not be computed as {form}: {error}{hint} The batch: {describe_batch(batch)}."
+                f"the loss of a batch could not be computed as {form}: {str(error).rstrip('.')}.{hint} The batch: {describe_batch(batch)}."
             ) from error
         finally:
             for buffer, before in buffers:

@@ -22,15 +22,15 @@ import shutil
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -169,11 +169,7 @@ class FolderStore(Store):
     def write_manifest(self) -> None:
         """Write down what was run, anew."""
         text = json.dumps({"what": "a run of adammcmc", "format": FORMAT, **self.manifest}, indent=2, allow_nan=False)
-
-        def write(file: Path) -> None:
-            file.write_text(text + "\n")
-
-        self._write_whole(self.path / _MANIFEST, write)
+        self._write_whole(self.path / _MANIFEST, [text.encode() + b"\n"])
 
     def append(self, record: Record, tensors: Tensors) -> None:
         chain, draw, keep = record["chain"], record["draw"], self.manifest["keep"]
@@ -181,9 +177,8 @@ class FolderStore(Store):
         folder.mkdir(exist_ok=True)
         if keep != "moments":
             file = folder / _draw_name(draw)
-            host = _on_host(tensors, self.manifest["dtype"])
-            self._write_whole(file, lambda temporary: save_file(host, temporary))
-            record = {**record, "file": file.name, "bytes": file.stat().st_size, "crc32": _crc(file)}
+            size, crc = self._write_whole(file, safetensors_parts(tensors, dtype=self.manifest["dtype"]))
+            record = {**record, "file": file.name, "bytes": size, "crc32": crc}
         record = _strict(record)
         self._append_line(folder / _INDEX, json.dumps(record, allow_nan=False))
         self._index.setdefault(chain, []).append(record)
@@ -203,9 +198,8 @@ class FolderStore(Store):
         folder = self.path / f"chain-{chain}"
         folder.mkdir(exist_ok=True)
         text, tensors = encode(state)
-        self._write_whole(
-            folder / _CHECKPOINT, lambda temporary: save_file(tensors, temporary, {"format": str(FORMAT), "state": text})
-        )
+        metadata = {"format": str(FORMAT), "state": text}
+        self._write_whole(folder / _CHECKPOINT, safetensors_parts(tensors, metadata))
         self._drop_old(chain)  # only now: the checkpoint before this one needed them
 
     def saved(self, chain: int) -> dict[str, Any] | None:
@@ -231,11 +225,7 @@ class FolderStore(Store):
             return
         kept = records[:num_draws]
         text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
-
-        def write(file: Path) -> None:
-            file.write_text(text)
-
-        self._write_whole(self.path / f"chain-{chain}" / _INDEX, write)
+        self._write_whole(self.path / f"chain-{chain}" / _INDEX, [text.encode()])
         self._index[chain] = kept
         for record in records[num_draws:]:
             if "file" in record:
@@ -284,27 +274,29 @@ class FolderStore(Store):
             if draw.stat().st_size != record["bytes"]:
                 raise StoreCorrupt(f"'{draw}' has {draw.stat().st_size} bytes, the index says {record['bytes']}.")
 
-    def _write_whole(self, file: Path, write: Any) -> None:
-        """All of a file or nothing: written under another name, then renamed."""
+    def _write_whole(self, file: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, int]:
+        """All of a file or nothing: written under another name, then renamed. Returns its size and its checksum."""
         temporary = file.with_name(file.name + ".tmp")
+        size = checksum = 0
         with self._watching_space(file):
             try:
-                write(temporary)
-                with open(temporary, "rb") as written:
+                with open(temporary, "wb", buffering=0) as written:
+                    for part in parts:
+                        _write_all(written, part)
+                        size, checksum = size + len(part), zlib.crc32(part, checksum)
                     os.fsync(written.fileno())
                 os.replace(temporary, file)
             except BaseException:
                 with suppress(OSError):
                     temporary.unlink(missing_ok=True)
                 raise
+        return size, checksum
 
     def _append_line(self, file: Path, line: str) -> None:
         with self._watching_space(file), open(file, "ab", buffering=0) as index:
             size = index.seek(0, os.SEEK_END)
-            content = line.encode() + b"\n"
             try:
-                if index.write(content) != len(content):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                _write_all(index, line.encode() + b"\n")
             except BaseException:
                 with suppress(OSError):
                     index.truncate(size)
@@ -314,13 +306,8 @@ class FolderStore(Store):
     def _watching_space(self, file: Path) -> Iterator[None]:
         try:
             yield
-        except (OSError, SafetensorError) as error:
-            number = getattr(error, "errno", None)
-            if (
-                number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-                or "No space left" in str(error)
-                or "too large" in str(error)
-            ):
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise StoreFull(
                     errno.ENOSPC,
                     f"the disk is full: '{file}' could not be written. All earlier draws are kept; make room and pass "
@@ -457,8 +444,7 @@ def encode(state: Any) -> tuple[str, dict[str, Tensor]]:
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, Tensor):
             name = where.lstrip("/") or "tensor"
-            # parts of one storage would be refused: each gets its own
-            tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+            tensors[name] = value.detach()
             return {"tensor": name}
         if isinstance(value, list):
             return [walk(item, f"{where}/{i}") for i, item in enumerate(value)]
@@ -505,6 +491,67 @@ def decode(text: str, tensors: Tensors) -> Any:
 
 def _nothing() -> None:
     pass
+
+
+def safetensors_parts(
+    tensors: Tensors, metadata: dict[str, str] | None = None, *, dtype: str | None = None
+) -> Iterator[bytes | memoryview]:
+    """The parts of a safetensors file, header first, one tensor on the host at a time and without a copy where it is there.
+
+    The package's own writer copies everything twice, which at each draw of a large model costs time, and memory that the
+    allocator never gives back. `dtype` is that of floating tensors.
+    """
+    kinds = {name: _kind(x, dtype) for name, x in tensors.items()}
+    order = sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))  # numbers then lie at multiples of their size
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
+    for name in order:
+        begin, end = end, end + tensors[name].numel() * kinds[name].itemsize
+        header[name] = {"dtype": _NAMES[kinds[name]], "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        if tensors[name].numel() > 0:
+            host = tensors[name].detach().to("cpu", kinds[name]).contiguous()
+            yield memoryview(cast(Any, host.reshape(-1).view(torch.uint8).numpy()))
+
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def _kind(x: Tensor, dtype: str | None) -> torch.dtype:
+    kind: torch.dtype = getattr(torch, dtype) if dtype is not None and x.is_floating_point() else x.dtype
+    if kind not in _NAMES:
+        raise TypeError(f"a tensor of {kind} cannot be stored.")
+    return kind
+
+
+def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:
+    """A system may take a part at a time, and says that the disk is full by taking none."""
+    rest = memoryview(content)
+    while len(rest) > 0:
+        taken = file.write(rest)
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rest = rest[taken:]
 
 
 def _draw_name(draw: int) -> str:

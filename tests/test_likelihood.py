@@ -1,0 +1,111 @@
+"""What a loss makes of outputs."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adammcmc import GaussianNLL, Likelihood
+from adammcmc.likelihood import Loss, likelihood_of
+
+X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(12) % 3
+MODEL = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (F.cross_entropy, "categorical"),
+        (nn.CrossEntropyLoss(), "categorical"),
+        (functools.partial(F.cross_entropy, label_smoothing=0.1), "categorical"),
+        (F.nll_loss, "log_categorical"),
+        (F.binary_cross_entropy_with_logits, "bernoulli"),
+        (nn.BCEWithLogitsLoss(), "bernoulli"),
+        (nn.BCELoss(), "bernoulli_probabilities"),
+        (F.mse_loss, "values"),
+        (lambda outputs, targets: outputs.mean(), "values"),
+    ],
+)
+def test_known_losses_say_what_outputs_mean(loss: object, name: str) -> None:
+    assert likelihood_of(loss).name == name  # type: ignore[arg-type]
+
+
+def test_gaussian_losses_carry_their_noise() -> None:
+    assert likelihood_of(GaussianNLL(0.3)) == Likelihood("gaussian", 0.3)
+    assert likelihood_of(GaussianNLL(None)) == Likelihood("gaussian", None)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.cross_entropy,
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(reduction="sum"),
+        functools.partial(F.cross_entropy, reduction="mean"),
+        lambda outputs, targets, reduction="mean": F.cross_entropy(outputs, targets, reduction=reduction),
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"),
+    ],
+)
+def test_losses_of_single_examples(loss: object) -> None:
+    wanted = F.cross_entropy(MODEL(X), Y, reduction="none")
+    torch.testing.assert_close(Loss(loss)(MODEL, (X, Y)), wanted)  # type: ignore[arg-type]
+
+
+def test_a_users_module_is_not_changed() -> None:
+    module = nn.CrossEntropyLoss()
+    Loss(module)(MODEL, (X, Y))
+    assert module.reduction == "mean"
+
+
+def test_a_loss_that_gives_only_the_mean_is_taken() -> None:
+    assert Loss(lambda outputs, targets: F.cross_entropy(outputs, targets))(MODEL, (X, Y)).shape == ()
+
+
+def test_an_example_with_several_losses_has_their_mean() -> None:
+    losses = Loss(F.mse_loss)(MODEL, (X, X))
+    torch.testing.assert_close(losses.mean(), F.mse_loss(MODEL(X), X))
+    assert losses.shape == (12,)
+
+
+def test_which_losses_take_the_model() -> None:
+    def annotated(anything: nn.Module, batch: Tensor) -> Tensor:
+        return anything(batch)
+
+    pair, alone = (X, Y), X
+    assert Loss(lambda model, batch: model(batch)).takes_model(pair)
+    assert Loss(annotated).takes_model(pair)
+    assert not Loss(F.cross_entropy).takes_model(pair)
+    assert not Loss(lambda a, b: a).takes_model(pair)
+    assert Loss(lambda a, b: a(b)).takes_model(alone)  # there are no targets to take
+    assert Loss(lambda a, b: a).takes_model({"x": X, "y": Y})
+
+
+def test_several_inputs() -> None:
+    model = nn.Bilinear(3, 3, 3)
+    losses = Loss(F.cross_entropy)(model, (X, 2 * X, Y))
+    torch.testing.assert_close(losses, F.cross_entropy(model(X, 2 * X), Y, reduction="none"))
+
+
+def test_gaussian_nll_is_the_normal_density() -> None:
+    mean, target = torch.randn(5, 2), torch.randn(5, 2)
+    wanted = -torch.distributions.Normal(mean, 0.7).log_prob(target).sum(1)
+    torch.testing.assert_close(GaussianNLL(0.7)(mean, target), wanted)
+    log_variance = torch.randn(5, 2)
+    wanted = -torch.distributions.Normal(mean, (0.5 * log_variance).exp()).log_prob(target).sum(1)
+    torch.testing.assert_close(GaussianNLL(None)(torch.cat([mean, log_variance], 1), target), wanted)
+
+
+def test_trying_out_leaves_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    torch.manual_seed(0)
+    wanted = torch.rand(1)
+    torch.manual_seed(0)
+    Loss(F.cross_entropy).try_out(model, (X, Y))
+    assert torch.equal(torch.rand(1), wanted)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

@@ -1,0 +1,293 @@
+"""Prediction: equal to plain numpy on the raw draws, however it is cut; in evaluation mode; in bounded memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import adammcmc
+from adammcmc import GaussianNLL, Likelihood, Posterior, predictive, uncertainty
+from adammcmc.store import MemoryStore
+
+X = torch.randn(37, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(37) % 3
+
+
+def posterior(model: nn.Module, num_draws: int = 9, likelihood: Likelihood | None = None) -> Posterior:
+    """Draws around a model's weights, with buffers of their own."""
+    manifest: dict[str, Any] = {
+        "keep": "draws",
+        "dtype": None,
+        "has_targets": True,
+        "target": "a test",
+        "likelihood": (likelihood or Likelihood("categorical"))._asdict(),
+        "configuration": {"num_chains": 1, "batch_size": 8},
+    }
+    store = MemoryStore(manifest)
+    generator = torch.Generator().manual_seed(1)
+    for i in range(num_draws):
+        draw = {
+            name: x + torch.rand(x.shape, generator=generator) if x.is_floating_point() else x + i
+            for name, x in model.state_dict().items()
+        }
+        store.append({"draw": i, "chain": 0, "step": i, "loss": 0.0}, draw)
+    return Posterior(store, model)
+
+
+def network(*, batch_norm: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    norm: nn.Module = nn.BatchNorm1d(6) if batch_norm else nn.Identity()
+    return nn.Sequential(nn.Linear(4, 6), norm, nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3))
+
+
+def by_hand(p: Posterior) -> np.ndarray:
+    """Softmax of each draw, one at a time, by loading it."""
+    model, rows = network(batch_norm=len(p[0]) > 4), []
+    model.eval()
+    for draw in p:
+        model.load_state_dict(draw)
+        with torch.no_grad():
+            rows.append(model(X).softmax(1).double().numpy())
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_everything_equals_numpy_on_the_raw_draws(batch_norm: bool) -> None:
+    p = posterior(network(batch_norm=batch_norm))
+    prediction, raw = p.predict(X, raw=True), by_hand(p)
+    close = {"atol": 2e-6, "rtol": 1e-5}
+    assert prediction.raw is not None
+    np.testing.assert_allclose(prediction.raw, raw, **close)
+    np.testing.assert_allclose(prediction.mean, raw.mean(0), **close)
+    np.testing.assert_allclose(prediction.variance, raw.var(0), **close)
+    np.testing.assert_allclose(prediction.std, raw.std(0), **close)
+    for q in (0.0, 0.1, 0.25, 0.5, 0.75, 0.99):
+        np.testing.assert_allclose(prediction.quantile(q), np.quantile(raw, q, axis=0), **close)
+    np.testing.assert_allclose(prediction.spread, np.quantile(raw, 0.75, axis=0) - np.quantile(raw, 0.25, axis=0), **close)
+    entropy = -(raw.mean(0) * np.log(raw.mean(0))).sum(1)
+    expected = -(raw * np.log(raw)).sum(2).mean(0)
+    np.testing.assert_allclose(prediction.entropy, entropy, **close)
+    np.testing.assert_allclose(prediction.expected_entropy, expected, **close)
+    np.testing.assert_allclose(prediction.mutual_information, entropy - expected, **close)
+    np.testing.assert_array_equal(prediction.labels, raw.mean(0).argmax(1))
+    assert torch.equal(prediction.epistemic, prediction.mutual_information)
+    assert torch.equal(prediction.aleatoric, prediction.expected_entropy)
+    assert len(prediction) == 37
+
+
+def test_it_does_not_matter_how_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = posterior(network(batch_norm=True))
+    whole = p.predict((X, Y), quantiles=[0.9])
+    for chunk, group, cache, size in ((1, 1, 0, 1), (2000, 1, 0, 5), (500, 300, 10**6, 8), (10**6, 10**6, 10**6, 1000)):
+        monkeypatch.setattr(predictive, "_CHUNK_BYTES", chunk)
+        monkeypatch.setattr(predictive, "_GROUP_BYTES", group)
+        monkeypatch.setattr(predictive, "_CACHE_BYTES", cache)
+        part = p.predict(DataLoader(TensorDataset(X, Y), batch_size=7), batch_size=size)
+        for name in ("mean", "spread", "variance", "entropy", "mutual_information", "targets"):
+            torch.testing.assert_close(getattr(part, name), getattr(whole, name))
+        torch.testing.assert_close(part.quantile(0.9), whole.quantile(0.9))
+        assert torch.equal(part.targets, Y)
+
+
+def test_it_is_deterministic() -> None:
+    p = posterior(network())
+    torch.manual_seed(0)
+    first = p.predict(X)
+    torch.manual_seed(1)
+    second = p.predict(X)
+    assert torch.equal(first.mean, second.mean)
+    assert torch.equal(first.quantile(0.33), second.quantile(0.33))
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = network(batch_norm=True)
+    model[3].eval()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    posterior(model).predict(X)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert [module.training for module in model] == [True, True, True, False, True]
+
+
+class Steered(nn.Module):
+    """A model whose values steer its course: no stacking of draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if float(self.inner.weight.sum()) > 0 else -self.inner(x)
+
+
+def test_a_model_that_cannot_be_stacked_is_asked_draw_by_draw() -> None:
+    p = posterior(Steered())
+    raw = p.predict(X, raw=True).raw
+    assert raw is not None
+    for draw, row in zip(p, raw, strict=True):
+        w, b = draw["inner.weight"], draw["inner.bias"]
+        torch.testing.assert_close(row, F.linear(X, w, b).mul(1 if float(w.sum()) > 0 else -1).softmax(1))
+
+
+class Tied(nn.Module):
+    """One tensor under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_tied_weights() -> None:
+    model = Tied()
+    x, y = X, Y
+    p = adammcmc.sample(model, (x, y), F.cross_entropy, num_draws=3, gap=2, burn_in=200)
+    raw = p.predict(x, raw=True).raw
+    assert raw is not None
+    again = Tied()
+    again.load_state_dict(p[1])
+    torch.testing.assert_close(raw[1], again(x).softmax(1).detach())
+
+
+def test_a_binary_classifier() -> None:
+    model = nn.Linear(4, 1)
+    p = posterior(model, likelihood=Likelihood("bernoulli"))
+    prediction = p.predict(X, raw=True)
+    assert prediction.raw is not None
+    assert prediction.entropy.shape == (37, 1)
+    torch.testing.assert_close(prediction.mutual_information, uncertainty.mutual_information(prediction.raw, is_binary=True))
+    assert torch.equal(prediction.labels, (prediction.mean > 0.5).long())
+
+
+def test_regression_has_an_aleatoric_and_an_epistemic_part() -> None:
+    known = posterior(nn.Linear(4, 2), likelihood=GaussianNLL(0.3).likelihood).predict(X)
+    torch.testing.assert_close(known.aleatoric, torch.full((37, 2), 0.09))
+    assert torch.equal(known.epistemic, known.variance)
+    torch.testing.assert_close(known.total_variance, known.variance + 0.09)
+    p = posterior(nn.Linear(4, 4), likelihood=GaussianNLL(None).likelihood)
+    learned = p.predict(X)
+    outputs = torch.stack([F.linear(X, d["weight"], d["bias"]) for d in p])
+    torch.testing.assert_close(learned.mean, outputs[:, :, :2].mean(0))
+    torch.testing.assert_close(learned.aleatoric, outputs[:, :, 2:].exp().mean(0))
+    torch.testing.assert_close(learned.epistemic, outputs[:, :, :2].var(0, unbiased=False))
+
+
+def test_anything_of_the_model_can_be_predicted() -> None:
+    p = posterior(network())
+    values = p.predict(X, forward=lambda model, x: model(x).square().sum(1))
+    assert values.mean.shape == (37,)
+    assert values.likelihood.name == "values"
+    with pytest.raises(ValueError, match="`entropy` needs class probabilities, and the outputs are taken as 'values'"):
+        _ = values.entropy
+    with pytest.raises(ValueError, match="`labels` needs class probabilities"):
+        _ = values.labels
+    with pytest.raises(ValueError, match="the noise of the targets is not known"):
+        _ = values.aleatoric
+    with pytest.raises(ValueError, match="for classes take `entropy`"):
+        _ = p.predict(X).total_variance
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda p: p.predict(X, quantiles=[2]), ValueError, "must lie between 0 and 1, got 2"),
+        (lambda p: p.predict(X).quantile(-0.1), ValueError, r"must lie between 0 and 1, got -0\.1"),
+        (lambda p: p.predict(X, likelihood="poisson"), ValueError, "must be one of categorical"),
+        (lambda p: p.predict(X[:0]), ValueError, "the data set is empty"),
+        (lambda p: p[:0].predict(X), ValueError, "there are no draws to predict with"),
+        (lambda p: p.predict(X, forward=lambda m, x: m(x).sum()), TypeError, "one row for each of the 1 examples"),
+        (lambda p: p.predict(X, forward=lambda m, x: {"y": m(x)}), TypeError, "got dict. Pass `forward`"),
+        (lambda p: p.predict(X, forward=lambda m, x: m(x), likelihood="gaussian"), ValueError, r"shape \(batch, 2 k\)"),
+        (lambda p: p.predict(object()), TypeError, "got object"),
+    ],
+)
+def test_bad_use_is_named(call: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call(posterior(network()))
+
+
+MEMORY = """
+import resource, sys, torch
+from pathlib import Path
+sys.path.insert(0, str(Path.cwd()))
+import adammcmc
+from adammcmc import Posterior
+from adammcmc.store import FolderStore
+from torch import nn
+
+def status(key):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1]) * 1024
+torch.set_num_threads(1)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_memory_stays_bounded_for_many_examples(tmp_path: Path) -> None:
+    """100 draws x 100,000 examples x 10 classes: under 1 GiB above model and data."""
+    code = (
+        MEMORY
+        + """
+from tests.test_predictive import posterior
+model = nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 10))
+p = posterior(model, 100)
+x = torch.randn(100_000, 20)
+p.predict(x[:1000])
+before = status("VmRSS")
+q = p.predict(x)
+print((status("VmHWM") - before) / 2**20, q.mean.shape)
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+    )
+    assert "torch.Size([100000, 10])" in done.stdout
+    assert float(done.stdout.split()[0]) < 1024
+    print(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_memory_stays_flat_for_many_draws_of_a_large_model(tmp_path: Path) -> None:
+    """1,000 draws of a 1M-parameter model, written and predicted with: the memory of the last hundred is that of the first."""
+    code = (
+        MEMORY
+        + """
+import torch.nn.functional as F
+from functools import partial
+
+model = nn.Sequential(nn.Linear(64, 950), nn.ReLU(), nn.Linear(950, 950), nn.ReLU(), nn.Linear(950, 10))
+x, y = torch.randn(64, 64), torch.zeros(64, dtype=torch.long)
+levels = []
+class Watch(adammcmc.Callback):
+    def on_draw(self, event, record):
+        levels.append(status("VmRSS"))
+p = adammcmc.sample(model, (x, y), F.cross_entropy, sampler=partial(adammcmc.AdamMCMC, sigma=1e-4, prior=adammcmc.Gaussian()),
+                    num_draws=1000, gap=1, burn_in=0, path=sys.argv[1], callbacks=[Watch()])
+before = status("VmRSS")
+q = Posterior.open(sys.argv[1], model).predict(x)
+print(max(levels[100:200]) / 2**20, max(levels[900:]) / 2**20, (status("VmHWM") - max(levels)) / 2**20, len(p), before / 2**20)
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
+    )
+    early, late, predicting, count = map(float, done.stdout.split()[:4])
+    print(done.stdout)
+    assert count == 1000
+    assert late < early + 30
+    assert predicting < 300

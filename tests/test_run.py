@@ -1,0 +1,632 @@
+"""The one-call door: a known answer through the whole road, every sampler and source, and errors that say what to do."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import adammcmc
+from adammcmc import (
+    MALA,
+    AdamMCMC,
+    AlwaysAccept,
+    AsReleased,
+    BurnIn,
+    Callback,
+    ExactAdamMCMC,
+    FullData,
+    Gaussian,
+    GaussianNLL,
+    NonFiniteLoss,
+    OptimizerMCMC,
+    Posterior,
+    StoreFull,
+    StoreLocked,
+    StoreMismatch,
+    Underdamped,
+    sample,
+)
+
+X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(60) % 3
+ALGORITHM_1 = partial(AdamMCMC, lr=1e-3, sigma=1e-2, sigma_along=2.0, prior=Gaussian())
+SHORT: dict[str, Any] = {"num_draws": 6, "gap": 3, "burn_in": 4, "progress": False}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def equal(a: Posterior, b: Posterior) -> bool:
+    return len(a) == len(b) > 0 and all(
+        x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in zip(a, b, strict=True)
+    )
+
+
+# --- a known answer -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("through_disk", [False, True])
+def test_bayesian_linear_regression_has_its_closed_form(tmp_path: Path, through_disk: bool) -> None:
+    """n = 500, noise 0.5, prior N(0, 1): predictive mean and sd of a one-layer network within Monte Carlo error."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(500, 3, generator=generator, dtype=torch.float64)
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64) + 0.3
+    y += 0.5 * torch.randn(500, 1, generator=generator, dtype=torch.float64)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, dtype=torch.float64)
+    chains, num_draws = 4, 400
+    posterior = sample(
+        model,
+        TensorDataset(x, y) if through_disk else (x, y),
+        GaussianNLL(0.5),
+        prior=Gaussian(1.0),
+        num_draws=num_draws,
+        gap=10,
+        burn_in=500,
+        num_chains=chains,
+        path=tmp_path / "run" if through_disk else None,
+        seed=1,
+    )
+    if through_disk:
+        posterior = Posterior.open(tmp_path / "run", nn.Linear(3, 1, dtype=torch.float64))
+    assert posterior.target.endswith("| exact")
+    asked = torch.randn(20, 3, generator=generator, dtype=torch.float64)
+    prediction = posterior.predict(asked, raw=True)
+
+    design = torch.cat([x, torch.ones(500, 1, dtype=torch.float64)], 1)
+    covariance = torch.linalg.inv(design.T @ design / 0.25 + torch.eye(4, dtype=torch.float64))
+    mean = covariance @ design.T @ y / 0.25
+    rows = torch.cat([asked, torch.ones(20, 1, dtype=torch.float64)], 1)
+    sd = (rows @ covariance * rows).sum(1, keepdim=True).sqrt()
+
+    assert prediction.raw is not None
+    z = (prediction.raw - rows @ mean) / sd  # standard normal, if all is right
+    blocks = z.reshape(chains * 10, num_draws // 10, 20, 1)  # blocks of 400 steps, nearly independent
+    for statistic, wanted in ((blocks.mean(1), 0.0), (blocks.square().mean(1), 1.0)):
+        error = statistic.std(0) / math.sqrt(len(statistic))
+        assert ((statistic.mean(0) - wanted).abs() < 4.5 * error).all()
+        assert (error < 0.15).all()
+    torch.testing.assert_close(prediction.mean, rows @ mean, atol=float(sd.max()) * 0.2, rtol=0)
+    torch.testing.assert_close(prediction.aleatoric, torch.full_like(sd, 0.25))
+    torch.testing.assert_close(prediction.total_variance, prediction.variance + 0.25)
+    assert all(health.is_healthy for health in posterior.health())
+
+
+# --- every sampler, every source ------------------------------------------------------------------------------------------
+
+SAMPLERS: dict[str, Any] = {
+    "default": None,
+    "AdamMCMC": ALGORITHM_1,
+    "AsReleased": partial(AsReleased, lr=1e-3, sigma=1e-2, sigma_along=2.0, prior=Gaussian()),
+    "OptimizerMCMC": partial(OptimizerMCMC, optimizer=torch.optim.SGD, lr=1e-2, sigma=1e-2),
+    "Underdamped": partial(Underdamped, step_size=1e-2, prior=Gaussian()),
+    "unadjusted": partial(Underdamped, step_size=1e-3, prior=Gaussian(), acceptance=AlwaysAccept()),
+    "MALA": partial(MALA, step_size=1e-4, prior=Gaussian()),
+    "MALA, full data": partial(MALA, step_size=1e-4, prior=Gaussian(), acceptance=FullData(chunk_size=16)),
+    "ExactAdamMCMC": partial(ExactAdamMCMC, lr=1e-3, sigma=3e-2, sigma_along=1.0, prior=Gaussian()),
+    "a function": lambda params: AdamMCMC([{"params": params, "lr": 1e-3}], sigma=1e-2, num_data=60),
+}
+
+
+@pytest.mark.parametrize("batch_size", [None, 16])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_runs_and_is_fixed_by_its_seed(name: str, batch_size: int | None) -> None:
+    if name == "ExactAdamMCMC" and batch_size is not None:
+        pytest.skip("it needs all data at once")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # four steps of burn-in reach nothing
+        runs = [
+            sample(network(), (X, Y), F.cross_entropy, sampler=SAMPLERS[name], batch_size=batch_size, seed=seed, **SHORT)
+            for seed in (1, 1, 2)
+        ]
+    assert equal(runs[0], runs[1])
+    assert not equal(runs[0], runs[2])
+    assert len(runs[0]) == 6
+    assert [record["step"] for record in runs[0].index] == [7, 10, 13, 16, 19, 22]
+    assert runs[0].trace("loss").isfinite().all()
+    assert runs[0].trace("potential").isfinite().all()
+    assert runs[0].predict(X).mean.shape == (60, 3)
+    assert ("exact" in runs[0].target) or ("approximate: " in runs[0].target)
+
+
+def test_every_source_gives_the_same_draws() -> None:
+    sources = [(X, Y), TensorDataset(X, Y), DataLoader(TensorDataset(X, Y), batch_size=16), (X.numpy(), Y.numpy())]
+    runs = [sample(network(), s, F.cross_entropy, sampler=ALGORITHM_1, batch_size=16, **SHORT) for s in sources]
+    assert all(equal(run, runs[0]) for run in runs)
+
+
+def test_the_door_is_the_training_loop() -> None:
+    """sample = the optimizer's door by hand, bit for bit."""
+    model = network()
+    posterior = sample(model, (X, Y), F.cross_entropy, sampler=ALGORITHM_1, **SHORT)
+    from adammcmc.data import derive_seed
+
+    generator = torch.Generator().manual_seed(derive_seed(0, 0, 0))
+    sampler = ALGORITHM_1(model.parameters(), num_data=60, fixed_data=True, generator=generator)
+    draws = []
+    for step in range(1, 4 + 18 + 1):
+        sampler.step(lambda: F.cross_entropy(model(X), Y, reduction="none"))
+        if step > 4 and (step - 4) % 3 == 0:
+            draws.append(sampler.draw(model))
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(posterior, draws, strict=True) for key in a)
+
+
+def test_chains_differ_and_each_is_what_it_is_alone() -> None:
+    runs = sample(network(), (X, Y), F.cross_entropy, sampler=ALGORITHM_1, num_chains=3, **SHORT)
+    assert len(runs) == 18
+    assert [r["chain"] for r in runs.index] == [0] * 6 + [1] * 6 + [2] * 6
+    assert not equal(runs.chain(0), runs.chain(1))
+    assert equal(runs.chain(0), sample(network(), (X, Y), F.cross_entropy, sampler=ALGORITHM_1, **SHORT))
+    assert runs.trace("loss").shape == (3, 6)
+    assert len(runs[::2]) == 9
+    assert len(runs.health()) == 3
+
+
+def test_the_users_model_and_random_numbers_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
+    model[2].eval()
+    before = copy.deepcopy(model.state_dict())
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    torch.manual_seed(0)
+    wanted = torch.rand(3)
+    torch.manual_seed(0)
+    posterior = sample(model, (X, Y), F.cross_entropy, sampler=ALGORITHM_1, batch_size=16, **SHORT)
+    assert torch.equal(torch.rand(3), wanted)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(6, 4))
+    assert [m.training for m in model] == [True, True, False, True]
+    assert int(posterior[-1]["1.num_batches_tracked"]) > 0
+    assert not torch.equal(posterior[0]["1.running_mean"], posterior[-1]["1.running_mean"])
+
+
+def test_warm_starts() -> None:
+    model = network()
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(5):
+        adam.zero_grad()
+        F.cross_entropy(model(X), Y).backward()
+        adam.step()
+    plain = sample(model, (X, Y), F.cross_entropy, sampler=ALGORITHM_1, **SHORT)
+    warm = sample(model, (X, Y), F.cross_entropy, sampler=ALGORITHM_1, warm_start=adam, **SHORT)
+    again = sample(model, (X, Y), F.cross_entropy, sampler=ALGORITHM_1, warm_start=adam.state_dict(), **SHORT)
+    assert equal(warm, again)
+    assert not equal(warm, plain)
+    states = [copy.deepcopy(network().state_dict()), {key: value + 1 for key, value in network().state_dict().items()}]
+    ensemble = sample(model, (X, Y), F.cross_entropy, sampler=ALGORITHM_1, initial=states, num_chains=2, **SHORT)
+    assert (ensemble[6]["0.weight"] - ensemble[0]["0.weight"]).mean() == pytest.approx(1, abs=0.1)
+
+
+def test_burn_in_tunes_and_is_not_counted() -> None:
+    tuned = sample(network(), (X, Y), F.cross_entropy, sampler=ALGORITHM_1, burn_in=BurnIn(num_steps=300), num_draws=4, gap=5)
+    assert [r["step"] for r in tuned.index] == [305, 310, 315, 320]
+    assert tuned.health()[0].num_steps == 20
+    own = sample(network(), (X, Y), F.cross_entropy, prior=Gaussian(0.3), num_draws=4, gap=5)  # until U is flat
+    first = own.index[0]["step"]
+    assert first > 200
+    assert own.health()[0].num_steps == 20
+    assert "adapt" not in own.health()[0].verdict
+
+
+def test_the_index_says_how_it_went() -> None:
+    posterior = sample(network(), (X, Y), F.cross_entropy, sampler=ALGORITHM_1, **SHORT)
+    model = network()
+    for record, draw in zip(posterior.index, posterior, strict=True):
+        model.load_state_dict(draw)
+        loss = float(F.cross_entropy(model(X), Y).detach())
+        assert record["loss"] == pytest.approx(loss, rel=1e-5)
+        log_prior = float(Gaussian().log_density([p.detach() for p in model.parameters()]))
+        assert record["potential"] == pytest.approx(60 * loss - log_prior, rel=1e-5)
+        assert 0 <= record["acceptance_rate"] <= 1
+        assert 0 <= record["num_accepted"] <= 3
+    assert posterior.index[-1]["health"]["num_steps"] == 18
+    assert sum(r["num_accepted"] for r in posterior.index) == posterior.index[-1]["health"]["accepted"]
+
+
+def test_moments_equal_those_of_the_draws() -> None:
+    runs = [
+        sample(network(), (X, Y), F.cross_entropy, sampler=ALGORITHM_1, num_chains=2, keep=keep, **SHORT)  # type: ignore[arg-type]
+        for keep in ("draws", "moments", 2)
+    ]
+    values = np.stack([draw["0.weight"].double().numpy() for draw in runs[0]])
+    for run in runs:
+        assert run.moments().count == 12
+        np.testing.assert_allclose(run.moments().mean["0.weight"], values.mean(0), rtol=1e-10)
+        np.testing.assert_allclose(run.moments().variance["0.weight"], values.var(0), rtol=1e-8)
+    assert [len(run) for run in runs] == [12, 0, 4]
+    assert all(torch.equal(runs[2][i][key], runs[0][j][key]) for i, j in ((0, 4), (3, 11)) for key in runs[2][i])
+    assert "12 draws, moments only" in str(runs[1])
+    with pytest.raises(ValueError, match="kept the mean and variance of the weights only"):
+        runs[1].predict(X)
+
+
+def test_unlabelled_data() -> None:
+    class Normal(nn.Module):
+        """A density: -log p(x) is its loss."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return -(x - self.mean).square().sum(1) / 2
+
+    posterior = sample(Normal(), X, lambda model, batch: -model(batch), prior=Gaussian(10.0), num_draws=800, gap=5, burn_in=500)
+    precision = 60 + 0.01
+    draws = torch.stack([draw["mean"] for draw in posterior])
+    blocks = draws.reshape(40, 20, 4).mean(1)
+    assert ((draws.mean(0) - X.sum(0) / precision).abs() < 4.5 * blocks.std(0) / math.sqrt(40)).all()
+    torch.testing.assert_close(draws.std(0), torch.full((4,), precision**-0.5), rtol=0.25, atol=0)
+    band = posterior.predict(X, forward=lambda model, x: model(x).exp())
+    assert band.mean.shape == (60,)
+    assert band.targets is None
+    assert (band.quantile(0.05) <= band.quantile(0.95)).all()
+
+
+def test_batches_as_dictionaries() -> None:
+    data = {"x": X, "y": Y}
+    posterior = sample(
+        network(),
+        data,
+        lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"], reduction="none"),
+        sampler=ALGORITHM_1,
+        likelihood="categorical",
+        **SHORT,
+    )
+    assert posterior.predict(data, forward=lambda model, batch: model(batch["x"]), likelihood="categorical").entropy.shape == (
+        60,
+    )
+
+
+# --- the store, from outside ----------------------------------------------------------------------------------------------
+
+
+def run(path: Path, **changes: Any) -> Posterior:
+    options: dict[str, Any] = {"model": network(), "train": (X, Y), "loss": F.cross_entropy, "sampler": ALGORITHM_1, **SHORT}
+    return sample(path=path, **{**options, **changes})
+
+
+def test_a_posterior_from_disk_is_the_one_from_memory(tmp_path: Path) -> None:
+    memory = run(None)  # type: ignore[arg-type]
+    disk = run(tmp_path / "run")
+    opened = Posterior.open(tmp_path / "run", network())
+    assert equal(memory, disk)
+    assert equal(memory, opened)
+    assert opened.index == disk.index
+    assert opened.target == memory.target
+    assert str(opened) == str(memory)
+    assert torch.equal(opened.predict(X).spread, memory.predict(X).spread)
+
+
+def test_more_draws_can_be_asked_for_later(tmp_path: Path) -> None:
+    whole = run(None, num_draws=9)  # type: ignore[arg-type]
+    run(tmp_path / "run", num_draws=4)
+    grown = run(tmp_path / "run", num_draws=9, resume=True)
+    assert equal(grown, whole)
+    assert equal(run(tmp_path / "run", num_draws=9, resume=True), whole)  # nothing left to do
+    other = network()
+    with torch.no_grad():
+        other[0].weight.add_(1)  # the weights of the model do not matter: the checkpoint has them
+    run(tmp_path / "other", num_draws=4)
+    assert equal(run(tmp_path / "other", num_draws=9, resume=True, model=other), whole)
+
+
+def test_resume_starts_a_run_that_is_not_there(tmp_path: Path) -> None:
+    assert len(run(tmp_path / "run", resume=True)) == 6
+
+
+class Interrupt(Callback):
+    """Stops a run after some draws, as Ctrl-C would."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def on_draw(self, event: Any, record: dict[str, Any]) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(tmp_path / "run", callbacks=[Interrupt(3)], num_chains=2)
+    assert "keeps 3 draws; the same call with resume=True goes on" in caught.value.__notes__[0]
+    whole = run(None, num_chains=2)  # type: ignore[arg-type]
+    assert equal(run(tmp_path / "run", resume=True, num_chains=2), whole)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(None, callbacks=[Interrupt(3)])  # type: ignore[arg-type]
+    assert len(caught.value.result) == 3  # type: ignore[attr-defined]
+
+
+def test_an_opened_posterior_can_be_read_while_it_is_written(tmp_path: Path) -> None:
+    lengths = []
+
+    class Reader(Callback):
+        def on_draw(self, event: Any, record: dict[str, Any]) -> None:
+            lengths.append(len(Posterior.open(tmp_path / "run", network()).predict(X[:2]).mean) * event.num_draws)
+            with pytest.raises(StoreLocked):
+                run(tmp_path / "run", resume=True)
+
+    run(tmp_path / "run", callbacks=[Reader()])
+    assert lengths == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_loss_that_is_not_finite_keeps_what_there_is(tmp_path: Path) -> None:
+    class Sick(nn.Module):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.inner(x) * (math.nan if self.calls > 30 else 1.0)
+
+    with pytest.raises(NonFiniteLoss) as caught:
+        sample(Sick(), (X, Y), F.cross_entropy, sampler=ALGORITHM_1, batch_size=16, path=tmp_path / "run", **SHORT)
+    assert isinstance(caught.value.result, Posterior)
+    assert 0 < len(caught.value.result) < 6
+    assert all(value.isfinite().all() for draw in caught.value.result for value in draw.values())
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------------
+
+
+class Stateless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(zip(X, Y, strict=True))
+
+
+def dead() -> nn.Module:
+    model = network()
+    for p in model.parameters():
+        p.requires_grad_(False)
+    return model
+
+
+def with_nan() -> Tensor:
+    x = X.clone()
+    x[3, 2] = math.nan
+    return x
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    # data
+    "no data": ({"train": (X[:0], Y[:0])}, ValueError, "the data set is empty"),
+    "lengths": ({"train": (X, Y[:-1])}, ValueError, "must have one length, one row for each example, got 60, 59"),
+    "not data": ({"train": 7}, TypeError, "must be tensors .* got int"),
+    "strings": ({"train": (X, "labels.csv")}, ValueError, r"must be an \.npy file"),
+    "missing file": ({"train": ("nowhere.npy", Y)}, FileNotFoundError, r"nowhere\.npy"),
+    "objects": ({"train": (np.array([[1], [1, 2]], dtype=object), Y)}, TypeError, "dtype object"),
+    "a number": ({"train": (X, torch.tensor(3))}, ValueError, "a number where a tensor"),
+    "dtype": ({"train": (X.double(), Y)}, ValueError, r"for example x\.float\(\).*float64 \(60, 4\)"),
+    "NaN": ({"train": (with_nan(), Y)}, NonFiniteLoss, "at step 0"),
+    "num_data": ({"num_data": 61}, ValueError, "`num_data` is 61, but the data set holds 60"),
+    "no length": ({"train": DataLoader(Stateless(), 16)}, ValueError, "is not known from DataLoader: pass `num_data`"),
+    "a generator": ({"train": (b for b in [(X, Y)]), "num_data": 60}, ValueError, "not a generator"),
+    "no examples": (
+        {
+            "train": DataLoader(Stateless(), 16),
+            "num_data": 60,
+            "sampler": partial(MALA, prior=Gaussian(), acceptance=FullData()),
+        },
+        ValueError,
+        "can only be iterated",
+    ),
+    "batch size": ({"batch_size": 0}, ValueError, "`batch_size` must be a positive integer, got 0"),
+    "no batching": ({"train": DataLoader(TensorDataset(X, Y), batch_size=None)}, ValueError, "has batch_size=None"),
+    # model
+    "no model": ({"model": X}, TypeError, "must be a torch.nn.Module, got Tensor"),
+    "frozen": ({"model": dead()}, ValueError, "no parameter of the model requires a gradient"),
+    "shapes": (
+        {"model": nn.Linear(5, 3)},
+        ValueError,
+        r"could not be computed as loss\(model\(\*inputs\), targets\).*float32 \(60, 4\)",
+    ),
+    # loss
+    "no loss": ({"loss": "cross entropy"}, TypeError, "`loss` must be a function"),
+    "not a tensor": ({"loss": lambda o, y: 0.5}, ValueError, "must return a tensor, got float"),
+    "too many": ({"loss": lambda o, y: torch.ones(7)}, ValueError, "returned 7 losses for a batch of 60"),
+    "broadcast": (
+        {"model": nn.Linear(4, 1), "train": (X, Y.float()), "loss": F.mse_loss},
+        ValueError,
+        r"compared every output with every target: outputs \(60, 1\) and targets \(60,\)",
+    ),
+    "regression shapes": (
+        {"model": nn.Linear(4, 1), "train": (X, Y.float()), "loss": GaussianNLL(1.0)},
+        ValueError,
+        r"means of shape \(60, 1\), the targets have shape \(60,\)",
+    ),
+    "model, batch": (
+        {"loss": lambda m, b: F.cross_entropy(m(b[0]), b[1])},
+        ValueError,
+        "call its first argument `model`",
+    ),
+    "detached": ({"loss": lambda o, y: F.cross_entropy(o.detach(), y)}, ValueError, "does not depend on the parameters"),
+    "means only": (
+        {
+            "loss": lambda o, y: F.cross_entropy(o, y),
+            "batch_size": 16,
+            "sampler": partial(MALA, prior=Gaussian(), acceptance=FullData()),
+        },
+        ValueError,
+        "needs one loss for each example, and `loss` returns their mean",
+    ),
+    "noise": ({"loss": partial(GaussianNLL, -1.0)}, ValueError, "loss of a batch could not be computed"),
+    # arguments
+    "num_draws": ({"num_draws": 0}, ValueError, "`num_draws` must be an integer of at least 1, got 0"),
+    "gap": ({"gap": 2.5}, ValueError, r"`gap` must be an integer of at least 1, got 2\.5"),
+    "burn_in": ({"burn_in": -1}, ValueError, "`burn_in` must be an integer of at least 0, got -1"),
+    "num_chains": ({"num_chains": True}, ValueError, "`num_chains` must be an integer of at least 1, got True"),
+    "seed": ({"seed": -3}, ValueError, "`seed` must be an integer of at least 0"),
+    "keep": ({"keep": "everything"}, ValueError, "`keep` must be 'draws', 'moments' or a number"),
+    "dtype of draws": ({"dtype": torch.int8}, ValueError, "`dtype` must be a floating torch.dtype"),
+    "resume nothing": ({"resume": True}, ValueError, "resume=True needs `path`"),
+    "initial": ({"initial": [{}], "num_chains": 2}, ValueError, "for each of 2 chains, got 1"),
+    "callbacks": ({"callbacks": [print]}, TypeError, "must hold instances of adammcmc.Callback"),
+    "likelihood": ({"likelihood": "poisson"}, ValueError, "`likelihood` must be one of categorical"),
+    "a sampler": (
+        {"sampler": AdamMCMC(network().parameters(), num_data=60, sigma=1e-3)},
+        TypeError,
+        r"must make a sampler from parameters, such as partial\(AdamMCMC",
+    ),
+    "an optimizer": ({"sampler": torch.optim.Adam}, TypeError, "must make a sampler of adammcmc, such as AdamMCMC, got a Adam"),
+    "two priors": ({"prior": Gaussian()}, ValueError, "`prior` was given both to sample and to the sampler"),
+    "two burn-ins": (
+        {"burn_in": BurnIn(), "sampler": partial(ALGORITHM_1, burn_in=10)},
+        ValueError,
+        "`burn_in` was given both to sample and to the sampler",
+    ),
+    "fixed data": (
+        {"batch_size": 16, "sampler": partial(ALGORITHM_1, fixed_data=True)},
+        ValueError,
+        "batches of 16 of 60 examples change from step to step",
+    ),
+    "its own num_data": (
+        {"sampler": partial(ALGORITHM_1, num_data=61)},
+        ValueError,
+        "the sampler has num_data=61, the data hold 60",
+    ),
+    "foreign moments": (
+        {"warm_start": torch.optim.SGD(network().parameters(), lr=0.1)},
+        ValueError,
+        r"neither a state of AdamMCMC nor of torch\.optim\.Adam",
+    ),
+    "dropout": (
+        {"model": nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3))},
+        adammcmc.StochasticClosure,
+        r"At fault: '1' \(Dropout\).*model\.eval\(\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named(case: str) -> None:
+    changes, error, words = BAD[case]
+    options: dict[str, Any] = {"model": network(), "train": (X, Y), "loss": F.cross_entropy, "sampler": ALGORITHM_1, **SHORT}
+    with pytest.raises(error, match=f"(?s){words}"):
+        sample(**{**options, **changes})
+
+
+OTHER_RUNS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "seed": ({"seed": 5}, StoreMismatch, "has seed = 0, this call has 5"),
+    "gap": ({"gap": 4}, StoreMismatch, "has gap = 3, this call has 4"),
+    "batches": ({"batch_size": 20}, StoreMismatch, "has batch_size = 60, this call has 20"),
+    "chains": ({"num_chains": 2}, StoreMismatch, "has num_chains = 1, this call has 2"),
+    "keep": ({"keep": 3}, StoreMismatch, "has keep = draws, this call has 3"),
+    "dtype": ({"dtype": torch.bfloat16}, StoreMismatch, "has dtype = None, this call has bfloat16"),
+    "settings": ({"sampler": partial(ALGORITHM_1, sigma=2e-2)}, StoreMismatch, "has settings ="),
+    "sampler": ({"sampler": partial(MALA, step_size=1e-4, prior=Gaussian())}, StoreMismatch, "has sampler = AdamMCMC"),
+    "prior": ({"sampler": partial(ALGORITHM_1, prior=Gaussian(2.0))}, StoreMismatch, "has target ="),
+    "temperature": ({"sampler": partial(ALGORITHM_1, inverse_temperature=0.5)}, StoreMismatch, "has target ="),
+    "data": ({"train": (X + 1, Y)}, StoreMismatch, "was made with other data"),
+    "more data": ({"train": (torch.cat([X, X]), torch.cat([Y, Y])), "batch_size": 60}, StoreMismatch, "has"),
+    "architecture": ({"model": nn.Linear(4, 3)}, StoreMismatch, "is of another model: it has '0.weight'"),
+    "width": (
+        {"model": nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))},
+        StoreMismatch,
+        r"its '0.weight' is float32 \(6, 4\), this model's is float32 \(7, 4\)",
+    ),
+    "not resumed": ({"resume": False}, StoreMismatch, r"holds a run already\. Pass resume=True"),
+    "stateless data": (
+        {"train": DataLoader(Stateless(), 16), "num_data": 60},
+        StoreMismatch,
+        "cannot go on: DataLoader has no `state_dict`",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("finished") / "run"
+    run(path)
+    return path
+
+
+@pytest.mark.parametrize("case", OTHER_RUNS)
+def test_another_run_is_refused_and_the_stored_one_stays(finished: Path, case: str) -> None:
+    changes, error, words = OTHER_RUNS[case]
+    before = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()}
+    with pytest.raises(error, match=words):
+        run(finished, **{"resume": True, "num_draws": 8, **changes})
+    assert {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()} == before
+
+
+def test_a_model_of_another_architecture_cannot_be_opened(finished: Path) -> None:
+    with pytest.raises(StoreMismatch, match=r"it has no '2\.weight'|another model"):
+        Posterior.open(finished, nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"`chain` must be one of 0\.\.0, got 4"):
+        Posterior.open(finished, network()).chain(4)
+    with pytest.raises(ValueError, match=r"there is no trace of 'lss'\. Known: .*loss"):
+        Posterior.open(finished, network()).trace("lss")
+
+
+def test_a_run_that_does_not_fit_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("usage", (), {"free": 10_000})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(StoreFull, match=r"the run would write .* and .* has 10 kB left"):
+        run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("os.sysconf", lambda name: 10)
+    with pytest.raises(MemoryError, match="Pass `path` to keep them on disk"):
+        run(None)  # type: ignore[arg-type]
+
+
+def test_the_forecast_is_near_the_truth(tmp_path: Path) -> None:
+    from adammcmc.run import _forecast
+
+    posterior = run(tmp_path / "run", num_draws=40)
+    size = sum(p.stat().st_size for p in (tmp_path / "run").rglob("*"))
+    assert size < _forecast(posterior.store.manifest, posterior.model, 1) < 10 * size
+
+
+def run_callback_order() -> list[str]:
+    seen: list[str] = []
+
+    class Log(Callback):
+        def on_start(self, event: Any) -> None:
+            seen.append(f"start {event.chain}")
+
+        def on_step(self, event: Any) -> None:
+            seen.append("burn" if event.is_burning_in else "step")
+
+        def on_draw(self, event: Any, record: dict[str, Any]) -> None:
+            seen.append(f"draw {record['draw']}")
+
+        def on_end(self, event: Any) -> None:
+            seen.append(f"end {event.num_draws}")
+
+    sample(network(), (X, Y), F.cross_entropy, sampler=ALGORITHM_1, num_draws=2, gap=2, burn_in=2, callbacks=[Log()])
+    return seen
+
+
+def test_callbacks_hear_everything() -> None:
+    assert run_callback_order() == ["start 0", "burn", "step", "step", "draw 0", "step", "step", "draw 1", "step", "end 2"]
+
+
+def test_a_second_call_with_the_same_path_in_memory_of_another_thread_is_locked(tmp_path: Path) -> None:
+    errors: list[BaseException] = []
+
+    class Second(Callback):
+        def on_start(self, event: Any) -> None:
+            try:
+                run(tmp_path / "run", resume=True)
+            except StoreLocked as error:
+                errors.append(error)
+
+    run(tmp_path / "run", callbacks=[Second()])
+    assert len(errors) == 1
