@@ -2,7 +2,7 @@
 # make test   lint, types, documentation, tests: everything that must hold
 # Each creates the virtual environment .venv and installs what it needs; a second call is fast.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bias clean
+.PHONY: help demo test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bench-store bias clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -52,6 +52,9 @@ bench-kernels: .venv/installed  ## effective draws per gradient of the exact ker
 
 bench-networks: .venv/installed  ## every kernel against long references on three networks
 	$(ONE_THREAD) $(BIN)/python -m benchmarks.networks compare
+
+bench-store: .venv/installed  ## what storing costs: share of a run, memory
+	$(ONE_THREAD) $(BIN)/python -m benchmarks.storing
 
 bias: .venv/installed  ## what Algorithm 1 really samples: the table of the docs
 	$(BIN)/python -m benchmarks.bias

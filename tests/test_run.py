@@ -68,7 +68,7 @@ def test_bayesian_linear_regression_has_its_closed_form(tmp_path: Path, through_
     y += 0.5 * torch.randn(500, 1, generator=generator, dtype=torch.float64)
     torch.manual_seed(0)
     model = nn.Linear(3, 1, dtype=torch.float64)
-    chains, num_draws = 4, 400
+    chains, num_draws = 4, 200
     posterior = sample(
         model,
         TensorDataset(x, y) if through_disk else (x, y),
@@ -95,7 +95,7 @@ def test_bayesian_linear_regression_has_its_closed_form(tmp_path: Path, through_
 
     assert prediction.raw is not None
     z = (prediction.raw - rows @ mean) / sd  # standard normal, if all is right
-    blocks = z.reshape(chains * 10, num_draws // 10, 20, 1)  # blocks of 400 steps, nearly independent
+    blocks = z.reshape(chains * 10, num_draws // 10, 20, 1)  # blocks of 200 steps, nearly independent
     for statistic, wanted in ((blocks.mean(1), 0.0), (blocks.square().mean(1), 1.0)):
         error = statistic.std(0) / math.sqrt(len(statistic))
         assert ((statistic.mean(0) - wanted).abs() < 4.5 * error).all()
@@ -103,7 +103,7 @@ def test_bayesian_linear_regression_has_its_closed_form(tmp_path: Path, through_
     torch.testing.assert_close(prediction.mean, rows @ mean, atol=float(sd.max()) * 0.2, rtol=0)
     torch.testing.assert_close(prediction.aleatoric, torch.full_like(sd, 0.25))
     torch.testing.assert_close(prediction.total_variance, prediction.variance + 0.25)
-    assert all(health.is_healthy for health in posterior.health())
+    assert {finding.kind for health in posterior.health() for finding in health.findings} <= {"cannot tell"}
 
 
 # --- every sampler, every source ------------------------------------------------------------------------------------------
@@ -264,12 +264,12 @@ def test_unlabelled_data() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return -(x - self.mean).square().sum(1) / 2
 
-    posterior = sample(Normal(), X, lambda model, batch: -model(batch), prior=Gaussian(10.0), num_draws=800, gap=5, burn_in=500)
+    posterior = sample(Normal(), X, lambda model, batch: -model(batch), prior=Gaussian(10.0), num_draws=400, gap=5, burn_in=300)
     precision = 60 + 0.01
     draws = torch.stack([draw["mean"] for draw in posterior])
-    blocks = draws.reshape(40, 20, 4).mean(1)
-    assert ((draws.mean(0) - X.sum(0) / precision).abs() < 4.5 * blocks.std(0) / math.sqrt(40)).all()
-    torch.testing.assert_close(draws.std(0), torch.full((4,), precision**-0.5), rtol=0.25, atol=0)
+    blocks = draws.reshape(20, 20, 4).mean(1)
+    assert ((draws.mean(0) - X.sum(0) / precision).abs() < 4.5 * blocks.std(0) / math.sqrt(20)).all()
+    torch.testing.assert_close(draws.std(0), torch.full((4,), precision**-0.5), rtol=0.35, atol=0)
     band = posterior.predict(X, forward=lambda model, x: model(x).exp())
     assert band.mean.shape == (60,)
     assert band.targets is None

@@ -57,11 +57,11 @@ def beta_eff(noise: Tensor) -> Tensor:
     return 2 * w / (0.5 + w)
 
 
-def read_health(state: dict[str, Any]) -> Health:
-    """The verdict from what `Sampler.health_state` saved."""
+def read_health(state: dict[str, Any], sums: dict[str, Any] | None) -> Health:
+    """The verdict from what `Sampler.health_state` and `Monitor.state_dict` saved."""
     monitor = Monitor(torch.device("cpu"), state["layers"], state["sizes"])
-    if state["sums"] is not None:
-        monitor.load_state_dict(state["sums"])
+    if sums is not None:
+        monitor.load_state_dict(sums)
     return monitor.read(**state["context"])
 
 

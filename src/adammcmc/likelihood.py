@@ -227,8 +227,9 @@ class Loss:
                 hint = " Convert the data to the dtype of the weights, for example x.float()."
             if "not callable" in str(error) and not self.takes_model(batch):
                 hint = " If the loss is a function of model and batch, call its first argument `model`."
+            said = str(error).rstrip(".")
             raise ValueError(
-                f"the loss of a batch could not be computed as {form}: {str(error).rstrip('.')}.{hint} The batch: {describe_batch(batch)}."
+                f"the loss of a batch could not be computed as {form}: {said}.{hint} The batch: {describe_batch(batch)}."
             ) from error
         finally:
             for buffer, before in buffers:

@@ -117,7 +117,7 @@ class Posterior:
     def health(self) -> list[Health]:
         """What each chain says about itself since its burn-in ended."""
         states = [self.store.saved(chain) for chain in range(self.num_chains)]
-        return [read_health(state["health"]) for state in states if state is not None]
+        return [read_health(state["health"], state["sampler"]["adammcmc"]["health"]) for state in states if state is not None]
 
     def __str__(self) -> str:
         kept = f"{len(self)} draws" if len(self) or not self.store.index else f"{len(self.store.index)} draws, moments only"
@@ -152,9 +152,11 @@ class Posterior:
             raw: also keep the predictions of every draw.
             has_targets: whether the last part of a batch is the targets, which the model does not see; None: if the batch has
                 as many parts as those of the run, or the loss of the run took targets and there is more than one part.
-            batch_size: examples times draws in one forward; None goes by the batch size of the run.
+            batch_size: examples times draws in one forward; None goes by the size of the network.
             progress: show a bar if standard error is a terminal.
         """
+        if batch_size is not None and not (isinstance(batch_size, int) and batch_size >= 1):
+            raise ValueError(f"`batch_size` must be a positive integer, got {batch_size!r}.")
         if self.store.manifest["keep"] == "moments":
             raise ValueError(
                 "this run kept the mean and variance of the weights only (keep='moments'): there are no draws to predict with."
@@ -171,7 +173,6 @@ class Posterior:
         def call(model: nn.Module, batch: Batch) -> Tensor:
             return model(*split(batch)[0])  # type: ignore[no-any-return]
 
-        size = batch_size or max(1024, 4 * int(self.store.manifest["configuration"]["batch_size"] or 0))
         return predict(
             self.model,
             [_loader(self.store, record) for record in self._records],
@@ -179,7 +180,7 @@ class Posterior:
             likelihood=self._likelihood(likelihood, forward),
             forward=forward or call,
             targets_of=lambda batch: split(batch)[1],
-            batch_size=min(size, 8192) if batch_size is None else size,
+            batch_size=batch_size,
             quantiles=quantiles,
             raw=raw,
             progress=progress,

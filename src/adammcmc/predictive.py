@@ -26,6 +26,8 @@ __all__ = ["Prediction", "predict"]
 _QUANTILES = (0.25, 0.5, 0.75)
 _CHUNK_BYTES = 64 << 20  # predictions of all draws for one chunk of examples
 _GROUP_BYTES = 64 << 20  # weights of the draws in one forward
+_FORWARD_BYTES = 64 << 20  # what the layers of one forward return
+_MOST_ROWS = 1 << 16
 _CACHE_BYTES = 256 << 20  # weights of all draws, if they are to stay in memory between chunks
 
 Forward = Callable[[nn.Module, Batch], Tensor]
@@ -183,7 +185,7 @@ def predict(
     likelihood: Likelihood,
     forward: Forward,
     targets_of: Callable[[Batch], Any],
-    batch_size: int,
+    batch_size: int | None = None,
     quantiles: Sequence[float] = (),
     raw: bool = False,
     progress: bool = True,
@@ -197,7 +199,7 @@ def predict(
         likelihood: what the outputs mean.
         forward: the model's outputs for a batch.
         targets_of: the targets of a batch, to go with the predictions; None where there are none.
-        batch_size: examples times draws in one forward.
+        batch_size: examples times draws in one forward; None goes by how much the layers return for one example.
         quantiles: besides 0.25, 0.5 and 0.75.
         raw: also keep all predictions, (draws, examples, ...).
         progress: show a bar if standard error is a terminal.
@@ -286,7 +288,7 @@ class _Engine:
         data: Data,
         likelihood: Likelihood,
         forward: Forward,
-        batch_size: int,
+        batch_size: int | None,
     ) -> None:
         self._model, self._call = model, _Call(model, forward)
         kept = model.state_dict().keys()
@@ -297,9 +299,7 @@ class _Engine:
         self._data, self._likelihood, self._batch_size = data, likelihood, batch_size
         parameter = next(model.parameters(), None)
         self._device = torch.device("cpu") if parameter is None else parameter.device
-        fits = max(1, min(_GROUP_BYTES // max(1, self._weights.size), batch_size))
-        self._group = min(fits, len(self._weights))
-        """Draws in one forward."""
+        self._can_stack = True
 
     def chunks(self, progress: bool) -> Iterator[tuple[Tensor, Tensor | None, Batch]]:
         """Predictions (draws, examples, ...), the mean variance of their noise, and the examples."""
@@ -315,8 +315,10 @@ class _Engine:
         if first is None:
             raise ValueError("there are no examples to predict for.")
         one = _part(to_device(first, self._device), slice(1))
-        with _evaluating(self._model):
+        with _evaluating(self._model), _returned_bytes(self._model) as returned:
             outputs = self._checked(functional_call(self._call, self._weights[0], (one,)), 1)
+        if self._batch_size is None:
+            self._batch_size = max(1, min(_MOST_ROWS, _FORWARD_BYTES // max(1, sum(returned))))
         per_example = self._likelihood.predictions(outputs).numel() * outputs.element_size()
         inputs = sum(x.numel() * x.element_size() for x in _pytree.tree_leaves(one) if isinstance(x, Tensor))
         fits = min(_CHUNK_BYTES // (per_example * len(self._weights)), 4 * _CHUNK_BYTES // max(1, inputs))
@@ -328,13 +330,16 @@ class _Engine:
             return self._predictions(batch)
 
     def _predictions(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        rows = max(1, self._batch_size // self._group)
         n = num_rows(batch)
+        assert self._batch_size is not None
+        rows = min(n, self._batch_size)
+        # few examples leave room for many draws in one forward
+        group = max(1, min(len(self._weights), self._batch_size // rows, _GROUP_BYTES // max(1, self._weights.size)))
         predictions: Tensor | None = None
         noise: Tensor | None = None
-        for first in range(0, len(self._weights), self._group):
-            draws = range(first, min(first + self._group, len(self._weights)))
-            weights = self._weights.stacked(draws) if self._group > 1 else None
+        for first in range(0, len(self._weights), group):
+            draws = range(first, min(first + group, len(self._weights)))
+            weights = self._weights.stacked(draws) if group > 1 and self._can_stack else None
             for start in range(0, n, rows):
                 part = _part(batch, slice(start, start + rows))
                 outputs = self._outputs(draws, weights, part)
@@ -352,7 +357,7 @@ class _Engine:
         return predictions, None if noise is None else (noise / len(self._weights)).to(predictions.dtype)
 
     def _outputs(self, draws: range, weights: dict[str, Tensor] | None, batch: Batch) -> Sequence[Tensor]:
-        if weights is not None and self._group > 1:
+        if weights is not None and self._can_stack:
             try:
                 outputs = vmap(lambda w: functional_call(self._call, w, (batch,)))(weights)
                 return [self._checked(o, num_rows(batch)) for o in outputs]
@@ -360,7 +365,7 @@ class _Engine:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 # not every model can be stacked (values that steer control flow, operations in place): then one by one
-                self._group = 1
+                self._can_stack = False
         return [self._checked(functional_call(self._call, self._weights[d], (batch,)), num_rows(batch)) for d in draws]
 
     def _checked(self, outputs: Any, rows: int) -> Tensor:
@@ -379,6 +384,22 @@ def _with_prefix(load: Callable[[], dict[str, Tensor]]) -> Callable[[], dict[str
 
 def _part(batch: Batch, rows: slice) -> Batch:
     return _pytree.tree_map_only(Tensor, lambda x: x[rows], batch)
+
+
+@contextmanager
+def _returned_bytes(model: nn.Module) -> Iterator[list[int]]:
+    """What each layer returns inside, in bytes."""
+    sizes: list[int] = []
+
+    def after(module: nn.Module, args: Any, outputs: Any) -> None:
+        sizes.extend(x.numel() * x.element_size() for x in _pytree.tree_leaves(outputs) if isinstance(x, Tensor))
+
+    hooks = [module.register_forward_hook(after) for module in model.modules()]
+    try:
+        yield sizes
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -257,7 +257,8 @@ class _Chain:
 
     def __init__(self, run: _Run, chain: int, sampler: Sampler) -> None:
         self.run, self.chain, self.sampler = run, chain, sampler
-        self.name = f"chain {chain + 1}/{run.num_chains}" if run.num_chains > 1 else "sampling"
+        kind = type(sampler).__name__
+        self.name = f"{kind}, chain {chain + 1}/{run.num_chains}" if run.num_chains > 1 else kind
         self.scheduler = None if run.scheduler is None else run.scheduler(sampler)
         self.burned_in_at: int | None = None
         """The step at which burn-in ended; None while it lasts."""

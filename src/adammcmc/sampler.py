@@ -282,10 +282,9 @@ class Sampler(torch.optim.Optimizer, ABC):
         return (self._monitor or Monitor(self.device)).read(**self._health_context())
 
     def health_state(self) -> dict[str, Any]:
-        """All that `health` goes by, as numbers and tensors: `adammcmc.health.read_health` gives the verdict from it."""
+        """What `health` goes by besides its sums (which `state_dict` has): `adammcmc.health.read_health` puts them together."""
         params = self._trainable()
         return {
-            "sums": None if self._monitor is None else self._monitor.state_dict(),
             "layers": [self._name(i) for i in range(len(params))],
             "sizes": [p.numel() for p in params],
             "context": self._health_context(),

@@ -132,6 +132,7 @@ class FolderStore(Store):
         self.path = Path(path)
         self._unlock: Callable[[], Any] = _nothing
         self._verified: set[str] = set()
+        self._folders: dict[int, Path] = {}
         if manifest is not None:
             self._begin(manifest)
         else:
@@ -173,8 +174,7 @@ class FolderStore(Store):
 
     def append(self, record: Record, tensors: Tensors) -> None:
         chain, draw, keep = record["chain"], record["draw"], self.manifest["keep"]
-        folder = self.path / f"chain-{chain}"
-        folder.mkdir(exist_ok=True)
+        folder = self._folder(chain)
         if keep != "moments":
             file = folder / _draw_name(draw)
             size, crc = self._write_whole(file, safetensors_parts(tensors, dtype=self.manifest["dtype"]))
@@ -195,8 +195,7 @@ class FolderStore(Store):
             raise StoreCorrupt(f"'{file}' cannot be read: {error}.") from error
 
     def save(self, chain: int, state: dict[str, Any]) -> None:
-        folder = self.path / f"chain-{chain}"
-        folder.mkdir(exist_ok=True)
+        folder = self._folder(chain)
         text, tensors = encode(state)
         metadata = {"format": str(FORMAT), "state": text}
         self._write_whole(folder / _CHECKPOINT, safetensors_parts(tensors, metadata))
@@ -233,6 +232,12 @@ class FolderStore(Store):
 
     def close(self) -> None:
         self._unlock()
+
+    def _folder(self, chain: int) -> Path:
+        if chain not in self._folders:
+            self._folders[chain] = self.path / f"chain-{chain}"
+            self._folders[chain].mkdir(exist_ok=True)
+        return self._folders[chain]
 
     # --- the files ----------------------------------------------------------------------------------------------
 
@@ -281,7 +286,7 @@ class FolderStore(Store):
         with self._watching_space(file):
             try:
                 with open(temporary, "wb", buffering=0) as written:
-                    for part in parts:
+                    for part in _gathered(parts):
                         _write_all(written, part)
                         size, checksum = size + len(part), zlib.crc32(part, checksum)
                     os.fsync(written.fileno())
@@ -542,6 +547,21 @@ def _kind(x: Tensor, dtype: str | None) -> torch.dtype:
     if kind not in _NAMES:
         raise TypeError(f"a tensor of {kind} cannot be stored.")
     return kind
+
+
+def _gathered(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes with small parts joined: one call of the system for many of them."""
+    small: list[bytes | memoryview] = []
+    for part in parts:
+        if len(part) < 1 << 16:
+            small.append(part)
+            continue
+        if small:
+            yield b"".join(small)
+            small = []
+        yield part
+    if small:
+        yield b"".join(small)
 
 
 def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:

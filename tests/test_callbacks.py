@@ -1,0 +1,47 @@
+"""Callbacks: scalars for TensorBoard, read back as TensorBoard reads them."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from adammcmc import AdamMCMC, Gaussian, TensorBoard, sample
+
+X = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(30) % 3
+SAMPLER = partial(AdamMCMC, lr=1e-3, sigma=1e-2, sigma_along=1.0, prior=Gaussian())
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = events.EventAccumulator(str(folder))
+    reader.Reload()
+    return {tag: [(event.step, event.value) for event in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_gets_its_scalars(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path / "board", every=5)
+    options = {"num_draws": 4, "gap": 5, "burn_in": 10, "path": tmp_path / "run", "callbacks": [board]}
+    sample(nn.Linear(4, 3), (X, Y), F.cross_entropy, sampler=SAMPLER, num_chains=2, **options)  # type: ignore[arg-type]
+    for chain in range(2):
+        seen = scalars(tmp_path / "board" / f"chain-{chain}")
+        assert [step for step, _ in seen["loss"]] == [5, 10, 15, 20, 25, 30]
+        assert all(0 <= rate <= 1 for _, rate in seen["acceptance_rate"])
+        assert all(value == pytest.approx(1e-2) for _, value in seen["settings/sigma"])
+        assert [value for _, value in seen["draws"]] == [1, 2, 3, 4]
+
+
+def test_a_missing_package_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        TensorBoard(tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="`every` must be at least 1"):
+        TensorBoard(tmp_path, every=0)
