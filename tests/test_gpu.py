@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from adammcmc import (
     MALA,
     AdamMCMC,
     AlwaysAccept,
     AsReleased,
+    Callback,
+    Event,
     ExactAdamMCMC,
     FullData,
     Gaussian,
     NonFiniteLoss,
     OptimizerMCMC,
+    Posterior,
     Sampler,
     TensorExamples,
     Underdamped,
     UniformBox,
     kernels,
+    sample,
     sample_density,
 )
 
@@ -271,3 +280,110 @@ def test_burn_in_and_health_on_the_device() -> None:
     assert abs(health.acceptance - 0.85) < 0.06
     assert abs(health.acceptance - health.twice_rises) < 0.08
     assert health.noise == 0
+
+
+# --- the one-call door ----------------------------------------------------------------------------------------------------
+
+
+class Interrupt(Callback):
+    """Stops a run after some draws."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def on_draw(self, event: Event, record: dict[str, Any]) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+class NoWaiting(Callback):
+    """Between draws nothing may wait for the device: neither a step nor the data."""
+
+    def __init__(self, burn_in: int, gap: int) -> None:
+        self.burn_in, self.gap, self.watched = burn_in, gap, 0
+
+    def on_step(self, event: Event) -> None:
+        after = event.step + 1 - self.burn_in
+        is_free = after > 1 and after % self.gap != 0  # the next step ends neither burn-in nor a gap
+        self.watched += is_free
+        torch.cuda.set_sync_debug_mode("error" if is_free else "default")
+
+    def on_end(self, event: Event) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+RUNS: dict[str, Any] = {
+    "AdamMCMC": partial(AdamMCMC, lr=1e-3, sigma=1e-3, sigma_along=2.0, prior=Gaussian()),
+    "Underdamped": partial(Underdamped, step_size=1e-3, prior=Gaussian()),
+    "FullData": partial(MALA, step_size=1e-5, prior=Gaussian(), acceptance=FullData(chunk_size=100)),
+}
+
+
+@pytest.mark.parametrize("batch_size", [None, 64])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_waits_for_the_device_at_draws_only(name: str, batch_size: int | None) -> None:
+    model, x, y = problem()
+    watch = NoWaiting(30, 10)
+    options: dict[str, Any] = {"sampler": RUNS[name], "batch_size": batch_size, "callbacks": [watch]}
+    try:
+        posterior = sample(model, (x, y), F.cross_entropy, num_draws=5, gap=10, burn_in=30, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert watch.watched >= 40
+    assert len(posterior) == 5
+    assert all(value.device.type == "cpu" for value in posterior[0].values())
+
+
+@pytest.mark.parametrize("batch_size", [None, 64])
+@pytest.mark.parametrize("name", RUNS)
+def test_an_interrupted_run_goes_on_bit_for_bit(name: str, batch_size: int | None, tmp_path: Path) -> None:
+    model, x, y = problem()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        options: dict[str, Any] = {"sampler": RUNS[name], "batch_size": batch_size, "num_draws": 6, "gap": 4, "burn_in": 10}
+        whole = sample(model, (x, y), F.cross_entropy, **options)
+        with pytest.raises(KeyboardInterrupt):
+            sample(model, (x, y), F.cross_entropy, path=tmp_path / "run", callbacks=[Interrupt(3)], **options)
+        resumed = sample(model, (x, y), F.cross_entropy, path=tmp_path / "run", resume=True, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(whole, resumed, strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_dropout_and_batch_norm_go_on_bit_for_bit(tmp_path: Path) -> None:
+    _, x, y = problem()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 4)).cuda()
+    options: dict[str, Any] = {"sampler": RUNS["AdamMCMC"], "batch_size": 64, "num_draws": 6, "gap": 4, "burn_in": 10}
+    whole = sample(model, (x, y), F.cross_entropy, **options)
+    with pytest.raises(KeyboardInterrupt):
+        sample(model, (x, y), F.cross_entropy, path=tmp_path / "run", callbacks=[Interrupt(2)], **options)
+    resumed = sample(model, (x, y), F.cross_entropy, path=tmp_path / "run", resume=True, **options)
+    for a, b in zip(whole, resumed, strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_predictions_agree_with_the_hosts(tmp_path: Path) -> None:
+    model, x, y = problem()
+    options: dict[str, Any] = {"sampler": RUNS["AdamMCMC"], "num_draws": 12, "gap": 5, "burn_in": 10}
+    posterior = sample(model, (x, y), F.cross_entropy, path=tmp_path / "run", **options)
+    there = posterior.predict((x, y), raw=True)
+    here = Posterior.open(tmp_path / "run", copy.deepcopy(model).cpu()).predict((x.cpu(), y.cpu()))
+    mixed = posterior.predict(x.cpu())
+    assert there.mean.device.type == "cpu"
+    for name in ("mean", "spread", "variance", "entropy", "mutual_information"):
+        torch.testing.assert_close(getattr(there, name), getattr(here, name), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(getattr(there, name), getattr(mixed, name), rtol=1e-3, atol=1e-5)
+    assert torch.equal(there.targets, y.cpu())
+
+
+def test_data_on_the_host_are_brought_to_the_model() -> None:
+    model, x, y = problem()
+    on_host = sample(model, (x.cpu(), y.cpu()), F.cross_entropy, sampler=RUNS["AdamMCMC"], batch_size=64, num_draws=3, gap=4)
+    there = sample(model, (x, y), F.cross_entropy, sampler=RUNS["AdamMCMC"], batch_size=64, num_draws=3, gap=4)
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(on_host, there, strict=True) for key in a)
+    loader = DataLoader(TensorDataset(x.cpu(), y.cpu()), batch_size=64, pin_memory=True)
+    piped = sample(model, loader, F.cross_entropy, sampler=RUNS["AdamMCMC"], num_draws=3, gap=4)
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(piped, there, strict=True) for key in a)

@@ -188,7 +188,7 @@ class TensorData(_Indexed):
             self._advance()
             return self.fetch(slice(None))
         if self._order is None:
-            self._order = self._permutation(self._epoch).to(self._device)
+            self._order = self._permutation(self._epoch).to(self._device, non_blocking=True)
         rows = self._order[self._position * self.batch_size : (self._position + 1) * self.batch_size]
         self._advance()
         return self.fetch(rows)
