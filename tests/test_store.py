@@ -172,6 +172,49 @@ def test_moments_equal_numpy() -> None:
     assert "count" not in parts[0].mean  # no mean of integers
 
 
+class Elsewhere:
+    """Pretends that tensors are not on the host, so that commits go through the writing thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(FolderStore, "_is_on_host", staticmethod(lambda tensors: False))
+
+
+def test_what_is_written_in_the_background_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Elsewhere(monkeypatch)
+    store = FolderStore(tmp_path / "run", MANIFEST)
+    store.write_manifest()
+    for i in range(5):
+        tensors = draw(i)
+        store.commit(record(i), tensors, {"num_draws": i + 1, "weight": tensors["weight"]})
+        tensors["weight"].zero_()  # the chain goes on while it is written
+    store.close()
+    again = FolderStore(tmp_path / "run")
+    assert all(same(again.load(r), draw(i)) for i, r in enumerate(again.kept()))
+    saved = again.saved(0)
+    assert saved is not None
+    assert saved["num_draws"] == 5
+    assert torch.equal(saved["weight"], draw(4)["weight"])
+
+
+def test_a_failure_in_the_background_is_raised_at_the_next_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = filled(tmp_path / "run")
+    Elsewhere(monkeypatch)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    store.commit(record(3), draw(3), {"num_draws": 4})
+    with pytest.raises(StoreFull):
+        store.commit(record(4), draw(4), {"num_draws": 5})
+    monkeypatch.undo()
+    store.close()
+    again = FolderStore(tmp_path / "run", writes=True)
+    assert len(again.index) == 3
+    assert again.saved(0) == {"num_draws": 3}
+    again.close()
+
+
 # --- interruptions --------------------------------------------------------------------------------------------------------
 
 

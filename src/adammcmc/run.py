@@ -16,7 +16,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -245,6 +245,8 @@ class _Run:
     def _add_what_is_left(self, error: BaseException, chain: _Chain, store: Store) -> None:
         """Nothing is lost: the exception says where it is, or has it."""
         if isinstance(store, FolderStore):
+            with suppress(Exception):  # the error that is under way says more
+                store.flush()
             error.add_note(f"'{store.path}' keeps {len(store.index)} draws; the same call with resume=True goes on.")
         else:
             store.save(chain.chain, chain.state())
@@ -302,11 +304,13 @@ class _Chain:
                 self._draw(store)
                 last_saved = time.monotonic()
             elif time.monotonic() - last_saved > _CHECKPOINT_SECONDS and isinstance(store, FolderStore):
+                store.flush()
                 store.save(self.chain, self.state())
                 last_saved = time.monotonic()
             if run.callbacks:
                 self._tell("on_step")
             bar.update(sampler.num_steps, self._num_steps(), self._status)
+        store.flush()
         self._tell("on_end")
 
     def _is_burned_in(self) -> bool:
@@ -347,9 +351,10 @@ class _Chain:
             self.moments.add(tensors)
         self.num_draws += 1
         self._sums = sums
-        store.append(record, tensors)
         if isinstance(store, FolderStore) or self.num_draws == self.run.num_draws:
-            store.save(self.chain, self.state())
+            store.commit(record, tensors, self.state())
+        else:
+            store.append(record, tensors)
         self._tell("on_draw", record)
 
     def _write_target(self, store: Store) -> None:

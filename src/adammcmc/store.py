@@ -23,6 +23,7 @@ import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import RawIOBase
 from pathlib import Path
@@ -85,9 +86,17 @@ class Store(ABC):
     def save(self, chain: int, state: dict[str, Any]) -> None:
         """All that a chain needs to go on, in place of what was saved before."""
 
+    def commit(self, record: Record, tensors: Tensors, state: dict[str, Any]) -> None:
+        """A draw, and the state of its chain after it."""
+        self.append(record, tensors)
+        self.save(record["chain"], state)
+
     @abstractmethod
     def saved(self, chain: int) -> dict[str, Any] | None:
         """What was saved last; None before the first time."""
+
+    def flush(self) -> None:  # noqa: B027  (memory has nothing to wait for)
+        """Wait until all that was committed is kept; raise what went wrong with it."""
 
     def close(self) -> None:  # noqa: B027  (memory has nothing to close)
         """No more writing."""
@@ -133,6 +142,9 @@ class FolderStore(Store):
         self._unlock: Callable[[], Any] = _nothing
         self._verified: set[str] = set()
         self._folders: dict[int, Path] = {}
+        self._writer: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+        self._host = _HostCopies()
         if manifest is not None:
             self._begin(manifest)
         else:
@@ -183,6 +195,28 @@ class FolderStore(Store):
         self._append_line(folder / _INDEX, json.dumps(record, allow_nan=False))
         self._index.setdefault(chain, []).append(record)
 
+    def commit(self, record: Record, tensors: Tensors, state: dict[str, Any]) -> None:
+        """As append and save. From an accelerator it is copied at once and written while the chain goes on.
+
+        One commit at a time: the next one waits for this one, and raises what went wrong with it.
+        """
+        self.flush()
+        if self._is_on_host(tensors):
+            super().commit(record, tensors, state)
+            return
+        copies, saved = self._host((dict(tensors), state))
+        self._writer = self._writer or ThreadPoolExecutor(max_workers=1, thread_name_prefix="adammcmc-store")
+        self._pending = self._writer.submit(super().commit, record, copies, saved)
+
+    @staticmethod
+    def _is_on_host(tensors: Tensors) -> bool:
+        return all(x.device.type == "cpu" for x in tensors.values())
+
+    def flush(self) -> None:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
     def load(self, record: Record) -> dict[str, Tensor]:
         file = self.path / f"chain-{record['chain']}" / record["file"]
         try:
@@ -231,7 +265,13 @@ class FolderStore(Store):
                 (self.path / f"chain-{chain}" / record["file"]).unlink(missing_ok=True)
 
     def close(self) -> None:
-        self._unlock()
+        try:
+            self.flush()
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+                self._writer = None
+            self._unlock()
 
     def _folder(self, chain: int) -> Path:
         if chain not in self._folders:
@@ -492,6 +532,39 @@ def decode(text: str, tensors: Tensors) -> Any:
 
 
 # --- small things ---------------------------------------------------------------------------------------------------------
+
+
+class _HostCopies:
+    """Copies of nested tensors on the host, in pinned memory that is taken once: valid until the next call."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+
+    def __call__(self, tree: Any) -> Any:
+        """All tensors of the tree, copied; waits for the device once."""
+        leaves, structure = _pytree.tree_flatten(tree)
+        count, device = 0, None
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            if leaf.device.type == "cpu":
+                leaves[i] = leaf.detach().clone()
+                continue
+            device = leaf.device
+            leaves[i] = self._buffer(count, leaf).copy_(leaf.detach(), non_blocking=True)
+            count += 1
+        if device is not None and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return _pytree.tree_unflatten(leaves, structure)
+
+    def _buffer(self, number: int, like: Tensor) -> Tensor:
+        if number == len(self._buffers):
+            self._buffers.append(torch.empty(0))
+        known = self._buffers[number]
+        if known.shape != like.shape or known.dtype != like.dtype:
+            pin = like.device.type == "cuda"
+            self._buffers[number] = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pin)
+        return self._buffers[number]
 
 
 def _nothing() -> None:
