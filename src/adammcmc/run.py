@@ -87,10 +87,10 @@ def sample(
         loss: of outputs and targets, such as `F.cross_entropy`, or of model and batch (call its first argument `model`).
             Regression: `GaussianNLL(noise)`.
         sampler: makes the sampler from parameters, such as `partial(AdamMCMC, lr=1e-3, sigma=3e-4, sigma_along=2.0)`; num_data,
-            generator, and whether the data are fixed are filled in. None is `Underdamped`, exact, with
-            `Gaussian.fan_in(model, 2.0)` as the prior: on all data at once, or with `FullData()` on batches.
+            generator, and whether the data are fixed are filled in. None is `Underdamped`, exact: on all data at once, or with
+            `FullData()` on batches.
         batch_size: None is the DataLoader's; otherwise all data at once.
-        prior: given to the sampler, if it was not given one.
+        prior: given to the sampler. None: a sampler that needs one and was given none gets `Gaussian.fan_in(model, 2.0)`.
         num_draws: of each chain.
         gap: steps between two draws.
         burn_in: steps before the first draw; a sampler that finds its settings itself does so in them. A `BurnIn` makes any
@@ -414,17 +414,21 @@ class _Chain:
 def _factory(sampler: Factory | None, prior: Prior | None, model: nn.Module, whole: bool) -> Factory:
     """What makes the sampler, with the prior that sample was given."""
     if sampler is None:
-        factory: Factory = functools.partial(Underdamped, prior=prior or Gaussian.fan_in(model, gain=2.0))
-        return factory if whole else functools.partial(factory, acceptance=FullData())
+        sampler = Underdamped if whole else functools.partial(Underdamped, acceptance=FullData())
     if isinstance(sampler, torch.optim.Optimizer) or not callable(sampler):
         raise TypeError(
             "`sampler` must make a sampler from parameters, such as partial(AdamMCMC, lr=1e-3, sigma=1e-3), got "
             f"{type(sampler).__name__}."
         )
+    parameter = inspect.signature(sampler).parameters.get("prior")
+    if prior is None and parameter is not None and parameter.default is parameter.empty:
+        prior = Gaussian.fan_in(model, gain=2.0)
     if prior is None:
         return sampler
     if "prior" in _given(sampler):
         raise ValueError("`prior` was given both to sample and to the sampler: leave one out.")
+    if parameter is None:
+        raise ValueError("`prior` was given, but `sampler` is a function that takes none: give the prior there.")
     return functools.partial(sampler, prior=prior)
 
 
