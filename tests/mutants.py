@@ -140,6 +140,55 @@ MUTANTS = [
         "torch.add(p, e, alpha=1.01 * sigma, out=tau)",
         "tests/test_fused.py",
     ),
+    Mutant(
+        "the order of the data not restored on resume",
+        "run.py",
+        '            run.data.load_state_dict(state["data"])\n',
+        "            pass\n",
+        "tests/test_resume.py",
+    ),
+    Mutant(
+        "dropout's random numbers not restored on resume",
+        "run.py",
+        '        torch.set_rng_state(state["random"])\n',
+        "",
+        "tests/test_resume.py",
+    ),
+    Mutant(
+        "the scheduler not restored on resume",
+        "run.py",
+        '            self.scheduler.load_state_dict(state["scheduler"])\n',
+        "            pass\n",
+        "tests/test_resume.py",
+    ),
+    Mutant(
+        "draws after the checkpoint kept on resume",
+        "run.py",
+        "            store.rewind(self.chain, self.num_draws)\n",
+        "            pass\n",
+        "tests/test_resume.py tests/test_store.py",
+    ),
+    Mutant(
+        "prediction in training mode",
+        "predictive.py",
+        "    model.eval()\n",
+        "",
+        "tests/test_predictive.py",
+    ),
+    Mutant(
+        "entropy of one draw in place of the mean's",
+        "uncertainty.py",
+        "_entropy(predictions.double().mean(0), 1, is_binary)",
+        "_entropy(predictions.double()[0], 1, is_binary)",
+        "tests/test_uncertainty.py",
+    ),
+    Mutant(
+        "examples served twice in an epoch",
+        "data.py",
+        "rows = self._order[self._position * self.batch_size : (self._position + 1) * self.batch_size]",
+        "rows = self._order[: self.batch_size]",
+        "tests/test_data.py",
+    ),
 ]
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import time
 from pathlib import Path
 
 import pytest
+import torch.nn.functional as F
 
+import adammcmc
+from adammcmc.store import FolderStore
 from tests import killing
 
 
@@ -41,3 +46,54 @@ def test_a_killed_run_resumes_bit_for_bit(
 @pytest.mark.parametrize("seed", range(5, 55))
 def test_fifty_killed_runs_resume_bit_for_bit(references: dict[str, tuple[Path, float]], seed: int, tmp_path: Path) -> None:
     check(references, list(killing.SCENARIOS)[seed % len(killing.SCENARIOS)], seed, tmp_path)
+
+
+class Interrupt(adammcmc.Callback):
+    """Stops a run at a step, as Ctrl-C would."""
+
+    def __init__(self, chain: int, step: int) -> None:
+        self.at = chain, step
+
+    def on_step(self, event: adammcmc.Event) -> None:
+        if (event.chain, event.step) == self.at:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("scenario", killing.SCENARIOS)
+def test_an_interrupted_run_resumes_bit_for_bit(scenario: str, tmp_path: Path) -> None:
+    """Without dice: stopped in burn-in, in a gap, right after a draw, in the last chain."""
+
+    def run(path: Path, *callbacks: adammcmc.Callback) -> None:
+        options = killing.SCENARIOS[scenario]()
+        adammcmc.sample(loss=F.cross_entropy, path=path, resume=True, callbacks=callbacks, progress=False, **options)
+
+    run(tmp_path / "whole")
+    last = killing.SCENARIOS[scenario]().get("num_chains", 1) - 1
+    for chain, step in ((0, 7), (0, 45), (last, 70), (last, 81)):
+        with contextlib.suppress(KeyboardInterrupt):
+            run(tmp_path / "parts", Interrupt(chain, step))
+    run(tmp_path / "parts")
+    assert killing.same(killing.content(tmp_path / "parts"), killing.content(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("scenario", ["algorithm 1", "full data, last 3"])
+def test_draws_that_are_ahead_of_their_checkpoint_are_made_again(scenario: str, tmp_path: Path) -> None:
+    """As if the process had been killed between the index and the checkpoint."""
+    older = tmp_path / "older"
+
+    class KeepOld(adammcmc.Callback):
+        def on_draw(self, event: adammcmc.Event, record: dict[str, object]) -> None:
+            checkpoint = tmp_path / "run" / "chain-0" / "checkpoint.safetensors"
+            if event.num_draws == 5:
+                shutil.copy(checkpoint, older)
+            if event.num_draws == 6:
+                shutil.copy(older, checkpoint)
+                raise KeyboardInterrupt
+
+    options = killing.SCENARIOS[scenario]()
+    with pytest.raises(KeyboardInterrupt):
+        adammcmc.sample(loss=F.cross_entropy, path=tmp_path / "run", callbacks=[KeepOld()], progress=False, **options)
+    assert len(FolderStore(tmp_path / "run").index) == 6
+    killing.run(scenario, str(tmp_path / "run"))
+    killing.run(scenario, str(tmp_path / "whole"))
+    assert killing.same(killing.content(tmp_path / "run"), killing.content(tmp_path / "whole"))
