@@ -21,12 +21,19 @@ from adammcmc import AdamMCMC, Callback, Gaussian, Posterior, Underdamped, sampl
 from adammcmc.run import _Chain
 from adammcmc.store import format_bytes
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def mlp(inputs: int, width: int, depth: int, outputs: int = 10) -> nn.Sequential:
     """A network of dense layers."""
     sizes = [inputs, *[width] * depth]
     layers = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(width, outputs))
+
+
+def _wait() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 class Clock(Callback):
@@ -41,17 +48,20 @@ class Clock(Callback):
             self.began = time.perf_counter()
 
     def on_end(self, event: Any) -> None:
+        _wait()
         self.total = time.perf_counter() - self.began
         self.num_draws = event.num_draws
 
 
 def measure(name: str, model: nn.Module, sampler: Any, batch_size: int, num_draws: int) -> None:
     """One run: what share of it went into keeping its draws."""
-    x, y = torch.randn(2000, 64), torch.randint(10, (2000,))
+    x, y = torch.randn(2000, 64, device=DEVICE), torch.randint(10, (2000,), device=DEVICE)
+    model.to(DEVICE)
     clock = Clock()
     plain = _Chain._draw
 
     def timed(self: _Chain, store: Any) -> None:
+        _wait()
         began = time.perf_counter()
         plain(self, store)
         clock.drawing += time.perf_counter() - began
@@ -84,6 +94,8 @@ def main() -> None:
     measure("Underdamped, MLP, batch 128", mlp(64, 950, 2), underdamped, 128, 10)
     measure("AdamMCMC, small MLP, batch 128", mlp(64, 100, 2), algorithm_1, 128, 30)
     measure("AdamMCMC, smallest MLP, batch 32", mlp(64, 8, 1), algorithm_1, 32, 60)
+    if DEVICE == "cuda":
+        measure("AdamMCMC, large MLP, batch 512", mlp(64, 3000, 3), algorithm_1, 512, 10)
 
 
 if __name__ == "__main__":

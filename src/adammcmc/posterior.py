@@ -145,7 +145,7 @@ class Posterior:
         """What the draws predict: mean, spread, quantiles, entropies; streamed, in bounded memory.
 
         Args:
-            data: inputs as a tensor, (inputs, targets), a Dataset or a DataLoader (whose order is kept: do not shuffle).
+            data: inputs as a tensor, (inputs, targets), a Dataset or a DataLoader (always in the order of the data set).
             forward: a function of model and batch, if something else than `model(inputs)` is predicted.
             likelihood: what the outputs mean; None is what the loss of the run said. See `Likelihood`.
             quantiles: which to compute besides 0.25, 0.5 and 0.75; others can be asked for later, at the price of a pass.

@@ -57,7 +57,7 @@ def show_bar(description: str, *, show: bool = True) -> Iterator[Bar]:
         return
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=10),  # all of it must fit into 80 columns
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),

@@ -259,8 +259,7 @@ class _Chain:
 
     def __init__(self, run: _Run, chain: int, sampler: Sampler) -> None:
         self.run, self.chain, self.sampler = run, chain, sampler
-        kind = type(sampler).__name__
-        self.name = f"{kind}, chain {chain + 1}/{run.num_chains}" if run.num_chains > 1 else kind
+        self.name = f"chain {chain + 1}/{run.num_chains}" if run.num_chains > 1 else type(sampler).__name__
         self.scheduler = None if run.scheduler is None else run.scheduler(sampler)
         self.burned_in_at: int | None = None
         """The step at which burn-in ended; None while it lasts."""
@@ -323,8 +322,8 @@ class _Chain:
 
     def _status(self) -> str:
         info = self.sampler.info
-        phase = "burn-in" if self.burned_in_at is None else f"{self.num_draws} draws"
-        return f"loss {float(info.loss):.4g}  acceptance {float(self.sampler.mean_acceptance_rate):.2f}  {phase}"
+        phase = " burn-in" if self.burned_in_at is None else ""
+        return f"loss {float(info.loss):.3g} acceptance {float(self.sampler.mean_acceptance_rate):.2f}{phase}"
 
     def _draw(self, store: Store) -> None:
         sampler = self.sampler
