@@ -182,6 +182,38 @@ def test_seeds_are_unrelated() -> None:
     assert all(0 <= s < 2**63 for s in seeds)
 
 
+def test_seeds_do_not_collide() -> None:
+    assert derive_seed(5, 3) != derive_seed(5, 3, 0)
+    assert derive_seed(7, 1, 0) != derive_seed(7 + 2**32, 0, 0)
+
+
+def test_a_worker_finds_its_data_set() -> None:
+    class Opened(Squares):
+        offset = 0
+
+        def open(self) -> None:
+            self.offset = 100
+
+        def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return X[i] + self.offset, Y[i]
+
+    data = as_data(DataLoader(Opened(), 5, num_workers=1, worker_init_fn=_open))
+    x, y = next(data)
+    assert torch.equal(x, X[y] + 100)
+    data.restart(0)
+
+
+def _open(worker: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    info.dataset.open()  # type: ignore[attr-defined]
+
+
+def test_big_endian_files(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", X.numpy().astype(">f4"))
+    assert torch.equal(as_data((tmp_path / "x.npy",)).fetch(slice(None))[0], X)
+
+
 def test_structures_stay(tmp_path: Path) -> None:
     batch = next(as_data({"a": X, "b": (Y, X)}, 4))
     assert batch["a"].shape == (4, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def posterior(model: nn.Module, num_draws: int = 9, likelihood: Likelihood | Non
         "keep": "draws",
         "dtype": None,
         "has_targets": True,
+        "num_parts": 2,
         "target": "a test",
         "likelihood": (likelihood or Likelihood("categorical"))._asdict(),
         "configuration": {"num_chains": 1, "batch_size": 8},
@@ -158,6 +160,64 @@ def test_tied_weights() -> None:
     again = Tied()
     again.load_state_dict(p[1])
     torch.testing.assert_close(raw[1], again(x).softmax(1).detach())
+
+
+class Counting(nn.Module):
+    """A forward that writes to its buffers, in any mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("hidden", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.hidden += 1
+        return self.inner(x) + self.count + self.hidden * torch.arange(3)
+
+
+def test_what_a_forward_writes_to_buffers_is_gone_after_it() -> None:
+    model = Counting()
+    p = posterior(model)
+    before = [float(draw["count"]) for draw in p]
+    first, second = p.predict(X), p.predict(X)
+    assert torch.equal(first.mean, second.mean)
+    assert [float(draw["count"]) for draw in p] == before
+    assert float(model.hidden) == 0
+    p[0]["inner.weight"].zero_()  # a copy
+    assert torch.equal(p.predict(X).mean, first.mean)
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    model = network()
+    p = posterior(model, 30)
+    wanted = p.predict(X, batch_size=37).mean
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: p.predict(X, batch_size=37).mean, range(12)))
+    assert all(torch.equal(result, wanted) for result in results)
+    assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+    assert model.training
+
+
+def test_data_that_can_be_iterated_once() -> None:
+    p = posterior(network())
+    batches = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 37, 8)]
+    once = p.predict(batch for batch in batches)
+    torch.testing.assert_close(once.mean, p.predict(X).mean)
+    assert torch.equal(once.targets, Y)
+    with pytest.raises(ValueError, match="was an iterable that can be used once used before"):
+        once.quantile(0.9)
+
+
+def test_whole_numbers_and_names() -> None:
+    p = posterior(network())
+    votes = p.predict(X, forward=lambda model, x: model(x).argmax(1))
+    assert votes.mean.dtype == torch.float32
+    named = list(zip(X, [f"event {i}" for i in range(37)], strict=True))
+    prediction = p.predict(named)
+    assert prediction.targets == [f"event {i}" for i in range(37)]
+    torch.testing.assert_close(prediction.mean, p.predict(X).mean)
 
 
 def test_a_binary_classifier() -> None:

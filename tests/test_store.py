@@ -265,6 +265,52 @@ def test_a_second_writer_is_refused_and_a_reader_is_not(tmp_path: Path) -> None:
     FolderStore(tmp_path / "run", writes=True).close()
 
 
+def test_a_forked_process_does_not_hold_the_lock(tmp_path: Path) -> None:
+    """Workers that load data outlive a parent that was killed."""
+    code = """
+import os, sys, time
+from pathlib import Path
+from tests.test_store import filled
+store = filled(Path(sys.argv[1]))
+if os.fork() == 0:
+    time.sleep(20)
+    os._exit(0)
+print("ready", flush=True)
+os.kill(os.getpid(), 9)
+"""
+    root = Path(__file__).parents[1]
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], stdout=subprocess.PIPE, cwd=root) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.wait()
+        FolderStore(tmp_path / "run", writes=True).close()
+        process.stdout.close()
+
+
+def test_a_reader_of_the_last_draws_reads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = filled(tmp_path / "run", 4, keep=1)
+    reader = FolderStore(tmp_path / "run")
+    plain, dropped = FolderStore._read_lines, []
+
+    def drop_meanwhile(self: FolderStore, writes: bool) -> None:
+        plain(self, writes)
+        if not dropped:
+            dropped.append(True)
+            store.append(record(4), draw(4))
+            store.save(0, {"num_draws": 5})
+
+    monkeypatch.setattr(FolderStore, "_read_lines", drop_meanwhile)
+    assert [r["draw"] for r in FolderStore(tmp_path / "run").kept()] == [4]
+    with pytest.raises(StoreMismatch, match="draw 3 was dropped by its run since: open the posterior again"):
+        reader.load(reader.kept()[0])
+
+
+def test_a_copied_chain_is_not_a_chain(tmp_path: Path) -> None:
+    filled(tmp_path / "run").close()
+    (tmp_path / "run" / "chain-0 (copy)").mkdir()
+    assert len(FolderStore(tmp_path / "run").index) == 3
+
+
 class TestAFullDisk:
     """What was kept before stays, and a later writer goes on."""
 
@@ -472,6 +518,8 @@ def test_a_state_comes_back_as_it_was() -> None:
     assert back["bytes"] == b"\x00\xff"
     assert back["text"] == state["text"]
     assert back[1, "pair"] == {}
+    alike = decode(*encode({1: torch.ones(1), "1": torch.zeros(1)}))
+    assert (float(alike[1]), float(alike["1"])) == (1, 0)
     assert math.isnan(decode(*encode({"x": math.nan}))["x"])
     with pytest.raises(TypeError, match="'/a/0' is a object, which cannot be saved without pickle"):
         encode({"a": [object()]})

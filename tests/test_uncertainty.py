@@ -45,6 +45,13 @@ def test_spread_and_variance_equal_numpy() -> None:
     np.testing.assert_allclose(uncertainty.variance(P), p.var(0), atol=1e-14)
 
 
+def test_infinities_and_nan() -> None:
+    values = torch.tensor([[-torch.inf, 1.0, 1.0], [-torch.inf, torch.nan, 2.0], [-torch.inf, 3.0, torch.inf]])
+    for q in (0.1, 0.5, 1.0):
+        np.testing.assert_array_equal(uncertainty.quantile(values, q)[:2], [-np.inf, np.nan])
+    assert uncertainty.quantile(values, 0.5)[2] == 2
+
+
 def test_one_draw_has_no_spread() -> None:
     assert not uncertainty.spread(P[:1]).any()
     assert not uncertainty.variance(P[:1]).any()

@@ -10,6 +10,7 @@ Tensors are served from where they lie: what is on an accelerator never visits t
 from __future__ import annotations
 
 import copy
+import hashlib
 import random
 import warnings
 from abc import ABC, abstractmethod
@@ -22,7 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 __all__ = ["Data", "Examples", "TensorExamples", "as_data", "derive_seed", "to_device"]
 
@@ -87,6 +96,7 @@ class Data(ABC):
     num_data: int
     batch_size: int | None
     """Examples in a batch; None where the source decides."""
+    _num_looked_at: int = 64
     why_not_resumable: str | None = None
     """Why a run over these data cannot go on after a stop; None if it can."""
 
@@ -117,8 +127,9 @@ class Data(ABC):
         """Begin anew, in the order that this seed gives."""
 
     def fingerprint(self) -> str:
-        """A few hexadecimal digits that tell this data set from others: length, structure, and the values of 64 examples."""
-        rows = torch.from_numpy(np.linspace(0, self.num_data - 1, min(64, self.num_data)).round().astype(np.int64))
+        """Hexadecimal digits that tell this data set from others: length, structure, and the values of some examples."""
+        count = min(self._num_looked_at, self.num_data)
+        rows = torch.from_numpy(np.linspace(0, self.num_data - 1, count).round().astype(np.int64))
         mark = _mix(0, [self.num_data])
         for path, leaf in _pytree.tree_flatten_with_path(self.fetch(rows))[0]:  # a path is the same in tuples and lists
             if isinstance(leaf, Tensor):
@@ -180,6 +191,9 @@ class TensorData(_Indexed):
             sizes = ", ".join(str(len(x)) for x in self._leaves)
             raise ValueError(f"the tensors of the data must have one length, one row for each example, got {sizes}.")
         super().__init__(lengths.pop(), batch_size)
+        # all of a small data set; of a large one as many as can be read in no time
+        size = sum(x.nbytes for x in self._leaves) // self.num_data
+        self._num_looked_at = max(64, (16 << 20) // max(1, size))
         devices = {x.device for x in self._leaves if isinstance(x, Tensor)}
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
 
@@ -256,7 +270,7 @@ class DatasetData(_Indexed):
         each = min(size, 256)
         starts = range(0, self.num_data, each)
         rows = ((derive_seed(self._seed, -1, i), list(range(i, min(i + each, self.num_data)))) for i in starts)
-        return _regrouped(self._load(rows), size)
+        return regrouped(self._load(rows), size)
 
 
 class IterableData(Data):
@@ -298,7 +312,7 @@ class IterableData(Data):
         )
 
     def in_order(self, size: int) -> Iterator[Batch]:
-        return _regrouped(iter(self._batches), size)
+        return regrouped(iter(self._batches), size)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._stateful is None else {"iterable": copy.deepcopy(self._stateful.state_dict())}
@@ -324,11 +338,15 @@ def as_data(source: Any, batch_size: int | None = None, num_data: int | None = N
     """
     if isinstance(source, Data):
         return source
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
+        raise ValueError(f"`batch_size` must be a positive integer, got {batch_size!r}.")
     if isinstance(source, DataLoader):
         data = _from_loader(source, batch_size, num_data)
     elif isinstance(source, IterableDataset):
+        if batch_size is None:
+            raise ValueError("`batch_size` is needed with an IterableDataset: nobody knows how to fetch all of it at once.")
         stateful = source if _is_stateful(source) else None
-        data = IterableData(DataLoader(source, batch_size or 1), num_data or _length(source), stateful)
+        data = IterableData(DataLoader(source, batch_size), num_data or _length(source), stateful)
     elif isinstance(source, Dataset) or _looks_like_dataset(source) or _is_list_of_examples(source):
         data = DatasetData(source, batch_size)
     elif isinstance(source, Tensor | np.ndarray | str | Path | tuple | list | dict):
@@ -349,13 +367,28 @@ def as_data(source: Any, batch_size: int | None = None, num_data: int | None = N
 def _from_loader(loader: DataLoader[Any], batch_size: int | None, num_data: int | None) -> Data:
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
+        if batch_size is not None and batch_size != loader.batch_size:
+            raise ValueError(
+                f"`batch_size` is {batch_size}, but the DataLoader makes batches of {loader.batch_size}: leave it out."
+            )
         stateful: Any = loader if _is_stateful(loader) else dataset
         if not _is_stateful(stateful) or (stateful is dataset and loader.num_workers > 0):
             stateful = None
         return IterableData(loader, num_data or _length(dataset), stateful)
-    size = batch_size or loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    if size is None:
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        raise ValueError(
+            f"the DataLoader's {type(loader.batch_sampler).__name__} cannot be taken over, since the order of batches is the "
+            "library's own. Pass the data set and a `batch_size`."
+        )
+    size = batch_size or loader.batch_size
+    if loader.batch_sampler is None or size is None:
         raise ValueError("the DataLoader has batch_size=None: pass its data set and a `batch_size` instead.")
+    chosen, total = _length(loader.sampler), _length(dataset)
+    if chosen is not None and chosen != total:
+        raise ValueError(
+            f"the DataLoader's {type(loader.sampler).__name__} chooses {chosen} of {total} examples, and the library "
+            "serves all of a data set. Choose them with torch.utils.data.Subset."
+        )
     if not isinstance(loader.sampler, RandomSampler | SequentialSampler) or getattr(loader.sampler, "replacement", False):
         warnings.warn(
             f"the order of batches is the library's own, a permutation of all examples: the DataLoader's "
@@ -378,8 +411,9 @@ def derive_seed(*numbers: int) -> int:
         >>> derive_seed(0, 1) == derive_seed(0, 1), derive_seed(0, 1) == derive_seed(1, 0)
         (True, False)
     """
-    entropy = [n % 2**64 for n in numbers]
-    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    # numpy's SeedSequence would take (1,) and (1, 0) for the same
+    text = ",".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
@@ -402,6 +436,12 @@ class _Batches(Dataset[Any]):
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Batch]) -> None:
         self._dataset, self._collate = dataset, collate
+
+    def __getattr__(self, name: str) -> Any:
+        """What a `worker_init_fn` looks for in its data set."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
 
     def __getitem__(self, job: tuple[int, list[int]]) -> Batch:
         seed, rows = job
@@ -444,7 +484,7 @@ def describe_batch(batch: Batch) -> str:
     ).replace("'", "")
 
 
-def _regrouped(batches: Iterator[Batch], size: int) -> Iterator[Batch]:
+def regrouped(batches: Iterator[Batch], size: int) -> Iterator[Batch]:
     """Batches joined until they have `size` rows."""
     waiting: list[Batch] = []
     count = 0
@@ -452,18 +492,27 @@ def _regrouped(batches: Iterator[Batch], size: int) -> Iterator[Batch]:
         waiting.append(batch)
         count += num_rows(batch)
         if count >= size:
-            yield _joined(waiting)
+            yield joined_batches(waiting)
             waiting, count = [], 0
     if waiting:
-        yield _joined(waiting)
+        yield joined_batches(waiting)
 
 
-def _joined(batches: list[Batch]) -> Batch:
+def joined_batches(batches: list[Batch]) -> Batch:
+    """One batch of several: tensors row after row, and so are lists of other things (names, for example)."""
+    first = batches[0]
     if len(batches) == 1:
-        return batches[0]
-    parts, structures = zip(*(_pytree.tree_flatten(batch) for batch in batches), strict=True)
-    columns = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in zip(*parts, strict=True)]
-    return _pytree.tree_unflatten(columns, structures[0])
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(batches)
+    if isinstance(first, Mapping):
+        return {key: joined_batches([batch[key] for batch in batches]) for key in first}
+    if isinstance(first, tuple | list):
+        if not any(isinstance(leaf, Tensor) for leaf in _pytree.tree_leaves(first)):
+            return [item for batch in batches for item in batch]
+        parts = [joined_batches(list(column)) for column in zip(*batches, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    return first
 
 
 def _opened(leaf: Any) -> Tensor | np.ndarray[Any, Any]:
@@ -487,7 +536,7 @@ def _rows(x: Any, indices: slice | Tensor) -> Tensor:
     if isinstance(x, Tensor):
         return x[indices] if isinstance(indices, slice) else x.index_select(0, indices.to(x.device))
     rows = x[indices] if isinstance(indices, slice) else x[indices.cpu().numpy()]
-    rows = np.ascontiguousarray(rows)
+    rows = np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("="))  # a file may have another order of bytes
     # a mapped file is read only, and torch wants memory that it might write to
     return torch.from_numpy(rows if rows.flags.writeable else rows.copy())
 

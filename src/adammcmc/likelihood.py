@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from adammcmc.data import Batch, Data, describe_batch, num_rows, to_device
 
@@ -136,12 +137,9 @@ def likelihood_of(loss: Callable[..., Any]) -> Likelihood:
         loss = loss.func
     if isinstance(known := getattr(loss, "likelihood", None), Likelihood):
         return known
-    for key in (loss, type(loss)):
-        try:
-            if key in _KNOWN:
-                return Likelihood(_KNOWN[key])
-        except TypeError:  # not hashable
-            continue
+    for key, name in _KNOWN.items():
+        if loss is key or (isinstance(key, type) and isinstance(loss, key)):
+            return Likelihood(name)
     return Likelihood("values")
 
 
@@ -160,6 +158,8 @@ class Loss:
         if not callable(function):
             raise TypeError(f"`loss` must be a function, such as torch.nn.functional.cross_entropy, got {function!r}.")
         self.name = _name(function)
+        self.description = _description(function)
+        """Tells it from other losses, as far as can be seen."""
         if isinstance(function, nn.Module) and isinstance(getattr(function, "reduction", None), str):
             function = copy.copy(function)
             function.reduction = "none"  # type: ignore[assignment]
@@ -191,8 +191,7 @@ class Loss:
         return self._by_example(losses, batch)
 
     def _check_broadcast(self, losses: Tensor, outputs: Tensor, targets: Tensor) -> None:
-        n = len(targets)
-        if losses.shape == (n, n) and outputs.shape != (n, n) and targets.shape != (n, n) and n > 1:
+        if outputs.shape != targets.shape and losses.numel() > max(outputs.numel(), targets.numel()):
             raise ValueError(
                 f"`{self.name}` compared every output with every target: outputs {tuple(outputs.shape)} and targets "
                 f"{tuple(targets.shape)} were broadcast to {tuple(losses.shape)}. Give the targets the shape of the outputs, "
@@ -212,12 +211,13 @@ class Loss:
 
     def try_out(self, model: nn.Module, batch: Batch) -> Tensor:
         """The losses of one batch; what goes wrong is said with the batch that it went wrong on. Leaves no trace."""
-        buffers = [(b, b.detach().clone()) for b in model.buffers()]
+        buffers = [(b, b.detach().clone()) for b in model.buffers() if b.is_contiguous()]
         devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's own about shapes: what is wrong is said below
                 losses = self(model, batch)
+                is_sum = losses.dim() == 0 and self._grows(model, batch, losses)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -234,7 +234,25 @@ class Loss:
         finally:
             for buffer, before in buffers:
                 buffer.copy_(before)
+        if is_sum:
+            warnings.warn(
+                f"`{self.name}` returns one number that grows with the size of the batch: it looks like a sum, and is taken as "
+                "the mean loss. Return the mean, or the losses of the examples.",
+                stacklevel=3,
+            )
         return losses
+
+    def _grows(self, model: nn.Module, batch: Batch, loss: Tensor) -> bool:
+        """Whether the loss of a batch is more like the sum than like the mean of the losses of its halves."""
+        rows = num_rows(batch)
+        if rows < 8:
+            return False
+
+        def part(chosen: slice) -> Batch:
+            return _pytree.tree_map_only(Tensor, lambda x: x[chosen] if x.dim() > 0 and len(x) == rows else x, batch)
+
+        total = float(self(model, part(slice(rows // 2))) + self(model, part(slice(rows // 2, rows))))
+        return abs(float(loss) - total) < abs(float(loss) - total / 2)
 
 
 class DataExamples:
@@ -260,6 +278,15 @@ def _name(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__)).replace("<lambda>", "loss")
+
+
+def _description(function: Any) -> str:
+    if isinstance(function, functools.partial):
+        return f"{_description(function.func)} with {function.args}, {sorted(function.keywords.items())}"
+    if inspect.isfunction(function) or inspect.isbuiltin(function):
+        return f"{function.__module__}.{function.__qualname__}"
+    text = repr(function)
+    return type(function).__qualname__ if " at 0x" in text else text
 
 
 def _parameters(function: Any) -> tuple[list[str], Any]:

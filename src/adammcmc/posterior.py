@@ -34,10 +34,18 @@ class Posterior:
         (torch.Size([7, 3]), torch.Size([7, 3]), torch.Size([7]))
     """
 
-    def __init__(self, store: Store, model: nn.Module, records: Sequence[Record] | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        model: nn.Module,
+        records: Sequence[Record] | None = None,
+        chains: Sequence[int] | None = None,
+    ) -> None:
         self.store = store
-        self.model = model
+        self.model = bare(model)
         self._records = list(store.kept() if records is None else records)
+        self._chains = list(range(store.manifest["configuration"]["num_chains"]) if chains is None else chains)
+        self._is_part = records is not None and chains is None
 
     @classmethod
     def open(cls, path: str | Path, model: nn.Module) -> Posterior:
@@ -48,7 +56,7 @@ class Posterior:
             model: of the architecture that was sampled; its weights do not matter.
         """
         store = FolderStore(path)
-        check_model(store.manifest["model"]["tensors"], model, f"the run in '{path}'")
+        check_model(store.manifest["model"]["tensors"], bare(model), f"the run in '{path}'")
         return cls(store, model)
 
     # --- the draws ----------------------------------------------------------------------------------------------
@@ -63,10 +71,10 @@ class Posterior:
     def __getitem__(self, draw: int | slice) -> dict[str, Tensor] | Posterior:
         if isinstance(draw, slice):
             return Posterior(self.store, self.model, self._records[draw])
-        return dict(self.store.load(self._records[draw]))
+        return _copied(self.store.load(self._records[draw]))
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return (dict(self.store.load(record)) for record in self._records)
+        return (_copied(self.store.load(record)) for record in self._records)
 
     @property
     def index(self) -> list[Record]:
@@ -75,18 +83,22 @@ class Posterior:
 
     @property
     def num_chains(self) -> int:
-        return int(self.store.manifest["configuration"]["num_chains"])
+        return len(self._chains)
 
     def chain(self, chain: int) -> Posterior:
         """The draws of one chain."""
-        if not 0 <= chain < self.num_chains:
-            raise ValueError(f"`chain` must be one of 0..{self.num_chains - 1}, got {chain}.")
-        return Posterior(self.store, self.model, [r for r in self._records if r["chain"] == chain])
+        if chain not in self._chains:
+            raise ValueError(f"`chain` must be one of {', '.join(map(str, self._chains))}, got {chain}.")
+        return Posterior(self.store, self.model, [r for r in self._records if r["chain"] == chain], [chain])
 
     def trace(self, name: str) -> Tensor:
-        """A column of the index, such as "loss" or "potential", (chains, draws), float64; of the draws all chains have."""
+        """A column of the index, such as "loss" or "potential", (chains, draws), float64; of the draws all chains have.
+
+        Of all draws that were made, also where their weights were not kept (keep="moments" or k).
+        """
         chains: dict[int, list[float]] = {}
-        for record in self._records:
+        made = [record for record in self.store.index if record["chain"] in self._chains]
+        for record in self._records if self._is_part else made:
             if not isinstance(record.get(name), int | float | None) or name not in record:
                 known = sorted(key for key, value in record.items() if isinstance(value, int | float))
                 raise ValueError(f"there is no trace of '{name}'. Known: {', '.join(known)}.")
@@ -98,11 +110,11 @@ class Posterior:
     def moments(self) -> Moments:
         """Mean and variance of each weight over the draws, also where only these were kept (keep="moments" or k)."""
         moments = Moments()
-        if self.store.manifest["keep"] == "draws":
+        if self.store.manifest["keep"] == "draws" or self._is_part:
             for draw in self:
                 moments.add(draw)
             return moments
-        for chain in range(self.num_chains):
+        for chain in self._chains:
             if (saved := self.store.saved(chain)) is not None and saved["moments"] is not None:
                 moments.merge(Moments(saved["moments"]))
         return moments
@@ -116,13 +128,14 @@ class Posterior:
 
     def health(self) -> list[Health]:
         """What each chain says about itself since its burn-in ended."""
-        states = [self.store.saved(chain) for chain in range(self.num_chains)]
+        states = [self.store.saved(chain) for chain in self._chains]
         return [read_health(state["health"], state["sampler"]["adammcmc"]["health"]) for state in states if state is not None]
 
     def __str__(self) -> str:
-        kept = f"{len(self)} draws" if len(self) or not self.store.index else f"{len(self.store.index)} draws, moments only"
+        made = sum(record["chain"] in self._chains for record in self.store.index)
+        kept = f"{made} draws, moments only" if self.store.manifest["keep"] == "moments" else f"{len(self)} draws"
         lines = [f"posterior: {kept} of {self.num_chains} chain{'s' * (self.num_chains != 1)}", f"  target: {self.target}"]
-        lines += [f"  chain {chain}: {health.verdict}" for chain, health in enumerate(self.health())]
+        lines += [f"  chain {chain}: {health.verdict}" for chain, health in zip(self._chains, self.health(), strict=False)]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -150,8 +163,8 @@ class Posterior:
             likelihood: what the outputs mean; None is what the loss of the run said. See `Likelihood`.
             quantiles: which to compute besides 0.25, 0.5 and 0.75; others can be asked for later, at the price of a pass.
             raw: also keep the predictions of every draw.
-            has_targets: whether the last part of a batch is the targets, which the model does not see; None: if the batch has
-                as many parts as those of the run, or the loss of the run took targets and there is more than one part.
+            has_targets: whether the last part of a batch is the targets, which the model does not see. None: if the loss of the
+                run took targets, and a batch has as many parts as those of the run had.
             batch_size: examples times draws in one forward; None goes by the size of the network.
             progress: show a bar if standard error is a terminal.
         """
@@ -161,14 +174,20 @@ class Posterior:
             raise ValueError(
                 "this run kept the mean and variance of the weights only (keep='moments'): there are no draws to predict with."
             )
-        takes_targets = bool(self.store.manifest["has_targets"]) if has_targets is None else has_targets
+        num_parts = int(self.store.manifest["num_parts"])
 
         def split(batch: Batch) -> tuple[list[Any], Any]:
-            if isinstance(batch, tuple | list):
-                if takes_targets and len(batch) > 1:
-                    return list(batch[:-1]), batch[-1]
-                return list(batch), None
-            return [batch], None
+            if not isinstance(batch, tuple | list):
+                return [batch], None
+            known = has_targets
+            if known is None:
+                known = bool(self.store.manifest["has_targets"]) and len(batch) == num_parts
+                if forward is None and len(batch) > 1 and not self.store.manifest["has_targets"]:
+                    raise ValueError(
+                        "the loss of the run was a function of model and batch, so that nobody knows which parts of a batch "
+                        "the model takes. Pass the inputs alone, or has_targets, or `forward`, a function of model and batch."
+                    )
+            return (list(batch[:-1]), batch[-1]) if known else (list(batch), None)
 
         def call(model: nn.Module, batch: Batch) -> Tensor:
             return model(*split(batch)[0])  # type: ignore[no-any-return]
@@ -194,6 +213,16 @@ class Posterior:
         if given not in LIKELIHOODS:
             raise ValueError(f"`likelihood` must be one of {', '.join(LIKELIHOODS)}, got {given!r}.")
         return Likelihood(given)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model itself, where it was wrapped by torch.compile: the names of its tensors are then its own."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _copied(draw: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in draw.items()}
 
 
 def check_model(tensors: dict[str, Any], model: nn.Module, what: str) -> None:

@@ -6,6 +6,8 @@ The model is in evaluation mode, with each draw's own buffers; its own weights a
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree
 
 from adammcmc import uncertainty
-from adammcmc.data import Batch, Data, num_rows, to_device
+from adammcmc.data import Batch, Data, IterableData, joined_batches, num_rows, regrouped, to_device
 from adammcmc.likelihood import Likelihood
 from adammcmc.progress import track
 
@@ -29,6 +31,8 @@ _GROUP_BYTES = 64 << 20  # weights of the draws in one forward
 _FORWARD_BYTES = 64 << 20  # what the layers of one forward return
 _MOST_ROWS = 1 << 16
 _CACHE_BYTES = 256 << 20  # weights of all draws, if they are to stay in memory between chunks
+
+_LOCK = threading.RLock()  # a draw's weights stand in the model while it is asked: one thread at a time
 
 Forward = Callable[[nn.Module, Batch], Tensor]
 """The model's answer to a batch, (examples, ...)."""
@@ -152,10 +156,18 @@ class Weights:
     Args:
         loaders: one function for each draw, that returns its tensors by name.
         like: names, dtypes and places that the model wants.
+        buffers: which of them are buffers, that a forward might write to.
+        others: buffers that no draw has.
     """
 
-    def __init__(self, loaders: Sequence[Callable[[], dict[str, Tensor]]], like: dict[str, Tensor]) -> None:
-        self._loaders, self._like = loaders, like
+    def __init__(
+        self,
+        loaders: Sequence[Callable[[], dict[str, Tensor]]],
+        like: dict[str, Tensor],
+        buffers: set[str],
+        others: dict[str, Tensor],
+    ) -> None:
+        self._loaders, self._like, self._buffers, self._others = loaders, like, buffers, others
         self.size = sum(x.numel() * x.element_size() for x in like.values())
         self._cache: dict[int, dict[str, Tensor]] | None = {} if self.size * len(loaders) <= _CACHE_BYTES else None
 
@@ -175,6 +187,15 @@ class Weights:
         """Several draws along a new first axis."""
         parts = [self[i] for i in draws]
         return {name: torch.stack([part[name] for part in parts]) for name in self._like}
+
+    def for_one_forward(self, weights: dict[str, Tensor], num_stacked: int | None = None) -> dict[str, Tensor]:
+        """With buffers of its own, so that what a forward writes to them stays there."""
+        own = {name: weights[name].clone() for name in self._buffers}
+        others = {
+            name: x.clone() if num_stacked is None else x.expand(num_stacked, *x.shape).clone()
+            for name, x in self._others.items()
+        }
+        return {**weights, **own, **others}
 
 
 def predict(
@@ -232,7 +253,7 @@ def predict(
         len(loaders),
         joined["mean"],
         joined["variance"],
-        None if targets[0] is None else _pytree.tree_map(lambda *parts: torch.cat(parts), *targets),
+        None if targets[0] is None else joined_batches(targets),
         joined.get("raw"),
         {q: joined[q] for q in wanted},
         again,
@@ -292,10 +313,12 @@ class _Engine:
     ) -> None:
         self._model, self._call = model, _Call(model, forward)
         kept = model.state_dict().keys()
-        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # each once, also where weights are tied
-        like = {f"model.{name}": x.detach() for name, x in named.items() if name in kept}
+        buffers = {f"model.{name}": x.detach() for name, x in model.named_buffers()}
+        named = {f"model.{name}": x.detach() for name, x in model.named_parameters()} | buffers  # each once, also if tied
+        like = {name: x for name, x in named.items() if name.removeprefix("model.") in kept}
+        others = {name: x for name, x in buffers.items() if name not in like}
         renamed = [_with_prefix(load) for load in loaders]
-        self._weights = Weights(renamed, like)
+        self._weights = Weights(renamed, like, set(like) & set(buffers), others)
         self._data, self._likelihood, self._batch_size = data, likelihood, batch_size
         parameter = next(model.parameters(), None)
         self._device = torch.device("cpu") if parameter is None else parameter.device
@@ -303,20 +326,25 @@ class _Engine:
 
     def chunks(self, progress: bool) -> Iterator[tuple[Tensor, Tensor | None, Batch]]:
         """Predictions (draws, examples, ...), the mean variance of their noise, and the examples."""
-        size = self._chunk_size()
+        batches = self._data.in_order(1)
+        first = next(batches, None)
+        if first is None:
+            raise ValueError("there are no examples to predict for: was an iterable that can be used once used before?")
+        size = self._chunk_size(first)
+        # what can be iterated only once must not lose its first batch to the question how large a chunk may be
+        is_iterated = isinstance(self._data, IterableData)
+        chunks = regrouped(itertools.chain([first], batches), size) if is_iterated else self._data.in_order(size)
         num_chunks = -(-self._data.num_data // size) if self._data.num_data else None
-        for batch in track(self._data.in_order(size), "predicting", total=num_chunks, show=progress and num_chunks != 1):
+        for batch in track(chunks, "predicting", total=num_chunks, show=progress and num_chunks != 1):
             yield (*self._chunk(to_device(batch, self._device)), batch)
 
     @torch.no_grad()
-    def _chunk_size(self) -> int:
+    def _chunk_size(self, first: Batch) -> int:
         """Examples whose predictions by all draws fit; found by asking one draw about one example."""
-        first = next(iter(self._data.in_order(1)), None)
-        if first is None:
-            raise ValueError("there are no examples to predict for.")
         one = _part(to_device(first, self._device), slice(1))
-        with _evaluating(self._model), _returned_bytes(self._model) as returned:
-            outputs = self._checked(functional_call(self._call, self._weights[0], (one,)), 1)
+        with _LOCK, _evaluating(self._model), _returned_bytes(self._model) as returned:
+            weights = self._weights.for_one_forward(self._weights[0])
+            outputs = self._checked(functional_call(self._call, weights, (one,)), 1)
         if self._batch_size is None:
             self._batch_size = max(1, min(_MOST_ROWS, _FORWARD_BYTES // max(1, sum(returned))))
         per_example = self._likelihood.predictions(outputs).numel() * outputs.element_size()
@@ -326,7 +354,7 @@ class _Engine:
 
     @torch.no_grad()
     def _chunk(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        with _evaluating(self._model):
+        with _LOCK, _evaluating(self._model):
             return self._predictions(batch)
 
     def _predictions(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -359,14 +387,16 @@ class _Engine:
     def _outputs(self, draws: range, weights: dict[str, Tensor] | None, batch: Batch) -> Sequence[Tensor]:
         if weights is not None and self._can_stack:
             try:
-                outputs = vmap(lambda w: functional_call(self._call, w, (batch,)))(weights)
+                stacked = self._weights.for_one_forward(weights, len(draws))
+                outputs = vmap(lambda w: functional_call(self._call, w, (batch,)))(stacked)
                 return [self._checked(o, num_rows(batch)) for o in outputs]
             except (RuntimeError, ValueError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 # not every model can be stacked (values that steer control flow, operations in place): then one by one
                 self._can_stack = False
-        return [self._checked(functional_call(self._call, self._weights[d], (batch,)), num_rows(batch)) for d in draws]
+        each = (self._weights.for_one_forward(self._weights[d]) for d in draws)
+        return [self._checked(functional_call(self._call, weights, (batch,)), num_rows(batch)) for weights in each]
 
     def _checked(self, outputs: Any, rows: int) -> Tensor:
         if not isinstance(outputs, Tensor) or outputs.dim() == 0 or len(outputs) != rows:
@@ -375,7 +405,7 @@ class _Engine:
                 f"the model must return one tensor with one row for each of the {rows} examples, got {what}. Pass `forward`, a "
                 "function of model and batch, to say what is predicted."
             )
-        return outputs
+        return outputs if outputs.is_floating_point() else outputs.float()
 
 
 def _with_prefix(load: Callable[[], dict[str, Tensor]]) -> Callable[[], dict[str, Tensor]]:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import os
 import platform
 import time
+import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,18 +27,19 @@ import numpy
 import safetensors
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.nn.parameter import UninitializedParameter
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from adammcmc.acceptance import FullData
 from adammcmc.callbacks import Callback, Event
 from adammcmc.data import Data, as_data, derive_seed, to_device
-from adammcmc.errors import NonFiniteLoss, StoreMismatch
-from adammcmc.exact import Underdamped
+from adammcmc.errors import StoreMismatch
+from adammcmc.exact import MALA, Underdamped
 from adammcmc.likelihood import LIKELIHOODS, DataExamples, Likelihood, Loss, likelihood_of
-from adammcmc.posterior import Posterior, check_model, describe_tensors
+from adammcmc.posterior import Posterior, bare, check_model, describe_tensors
 from adammcmc.progress import Bar, show_bar
 from adammcmc.sampler import Sampler
-from adammcmc.store import FolderStore, MemoryStore, Moments, Store, check_space, format_bytes
+from adammcmc.store import FolderStore, MemoryStore, Moments, Store, can_store, check_space, format_bytes
 from adammcmc.target import Gaussian, Prior
 from adammcmc.tuning import BurnIn
 
@@ -93,8 +95,9 @@ def sample(
         prior: given to the sampler. None: a sampler that needs one and was given none gets `Gaussian.fan_in(model, 2.0)`.
         num_draws: of each chain.
         gap: steps between two draws.
-        burn_in: steps before the first draw; a sampler that finds its settings itself does so in them. A `BurnIn` makes any
-            sampler adapt. None: until the sampler's own adaptation ends; without one, a quarter of the run.
+        burn_in: steps before the chain counts; the first draw comes `gap` steps later. A sampler that finds its settings itself
+            does so in them. A `BurnIn` makes any sampler adapt. None: until the sampler's own adaptation ends; without one, a
+            quarter of the steps that follow.
         num_chains: one after the other.
         seed: fixes every random number: noise, order of the data, dropout.
         path: a folder for the draws; None keeps them in memory.
@@ -114,12 +117,17 @@ def sample(
         The posterior. If the loss is not finite, `NonFiniteLoss` has what there is in its `result`.
     """
     _check_arguments(model, num_draws, gap, burn_in, num_chains, seed, keep, dtype, path, resume, initial, callbacks)
+    num_draws, gap, num_chains, seed = int(num_draws), int(gap), int(num_chains), int(seed)  # numpy's are no JSON
+    compiled, model = model, bare(model)
     data = as_data(train, batch_size, num_data)
+    if path is not None and data.why_not_resumable is not None:
+        warnings.warn(f"this run cannot be resumed if it is interrupted: {data.why_not_resumable}.", stacklevel=2)
     device = next(model.parameters()).device
     whole = data.batch_size == data.num_data
     with _left_as_it_was(model, device):
         run = _Run(
             model=model,
+            called=compiled,
             data=data,
             batch=to_device(data.fetch(slice(None)), device) if whole else None,
             loss=Loss(loss),
@@ -136,8 +144,11 @@ def sample(
             scheduler=scheduler,
             callbacks=list(callbacks),
         )
-        first = run.batch if whole else to_device(next(data), device)
-        run.loss.try_out(model, first)
+        try:
+            first = run.batch if whole else to_device(next(data), device)
+            run.loss.try_out(compiled, first)
+        finally:
+            data.restart(0)  # lets go of workers
         chain = run.new_chain(0)
         manifest = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -146,20 +157,23 @@ def sample(
             "keep": keep,
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
             "has_targets": not run.loss.takes_model(first),
+            "num_parts": len(first) if isinstance(first, tuple | list) else 1,
             "loss": run.loss.name,
             "likelihood": _likelihood(likelihood, loss)._asdict(),
             "configuration": {
                 "sampler": type(chain.sampler).__name__,
-                "settings": [
-                    {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-                    for group in chain.sampler.param_groups
-                ],
+                "loss": run.loss.description,
+                "likelihood": list(_likelihood(likelihood, loss)),
+                "prior": _prior(chain.sampler.target.prior),
+                "scheduler": None if chain.scheduler is None else type(chain.scheduler).__name__,
+                "modes (train or eval)": zlib.crc32(bytes(module.training for module in model.modules())),
                 "num_draws": num_draws,
                 "gap": gap,
                 "burn_in": _plain(burn_in),
                 "num_chains": num_chains,
                 "seed": seed,
                 "batch_size": data.batch_size,
+                "settings": _settings(chain.sampler),
             },
             "data": {"num_data": data.num_data, "fingerprint": data.fingerprint()},
             "why_not_resumable": data.why_not_resumable,
@@ -184,6 +198,8 @@ class _Run:
     """What all chains of a run share."""
 
     model: nn.Module
+    called: nn.Module
+    """The same, as it is called: maybe compiled."""
     data: Data
     batch: Any
     """All data, where they are one batch; None where batches change."""
@@ -209,8 +225,8 @@ class _Run:
         fill: dict[str, Any] = {"num_data": self.data.num_data, "generator": generator}
         if self.batch is not None:
             fill["fixed_data"] = True
-        elif isinstance(_given(self.factory).get("acceptance"), FullData):
-            fill["examples"] = DataExamples(self.model, self.data, self.loss, self.device)
+        elif isinstance(_given(self.factory).get("acceptance"), FullData) or not isinstance(_innermost(self.factory), type):
+            fill["examples"] = DataExamples(self.called, self.data, self.loss, self.device)
         if isinstance(self.burn_in, BurnIn) or (self.burn_in and _finds_settings(self.factory)):
             fill["burn_in"] = self.burn_in
         sampler = _built(self.factory, self.model, fill)
@@ -226,7 +242,9 @@ class _Run:
         sampler.generator = generator
         if self.warm_start is not None:
             start = self.warm_start
-            sampler.load_state_dict(start.state_dict() if isinstance(start, torch.optim.Optimizer) else dict(start))
+            state = start.state_dict() if isinstance(start, torch.optim.Optimizer) else dict(start)
+            state.pop("adammcmc", None)  # of a sampler only the moments: its random numbers and counts are not this chain's
+            sampler.load_state_dict(state)
         self.data.restart(derive_seed(self.seed, chain, 1))
         torch.manual_seed(derive_seed(self.seed, chain, 2))
         return _Chain(self, chain, sampler)
@@ -244,14 +262,15 @@ class _Run:
 
     def _add_what_is_left(self, error: BaseException, chain: _Chain, store: Store) -> None:
         """Nothing is lost: the exception says where it is, or has it."""
-        if isinstance(store, FolderStore):
-            with suppress(Exception):  # the error that is under way says more
+        with suppress(Exception):  # the error that is under way says more
+            if isinstance(store, FolderStore):
                 store.flush()
-            error.add_note(f"'{store.path}' keeps {len(store.index)} draws; the same call with resume=True goes on.")
-        else:
-            store.save(chain.chain, chain.state())
-        if isinstance(error, NonFiniteLoss | KeyboardInterrupt):
-            error.result = Posterior(store, self.model)  # type: ignore[union-attr]
+                how = "cannot go on" if self.data.why_not_resumable else "the same call with resume=True goes on"
+                error.add_note(f"'{store.path}' keeps {len(store.index)} draws; {how}.")
+            else:
+                store.save(chain.chain, chain.state())
+                error.add_note(f"the {len(store.index)} draws so far are in the exception's `result`.")
+            error.result = Posterior(store, self.model)  # type: ignore[attr-defined]
 
 
 class _Chain:
@@ -260,7 +279,7 @@ class _Chain:
     def __init__(self, run: _Run, chain: int, sampler: Sampler) -> None:
         self.run, self.chain, self.sampler = run, chain, sampler
         self.name = f"chain {chain + 1}/{run.num_chains}" if run.num_chains > 1 else type(sampler).__name__
-        self.scheduler = None if run.scheduler is None else run.scheduler(sampler)
+        self.scheduler = None if run.scheduler is None else _scheduler(run.scheduler, sampler)
         self.burned_in_at: int | None = None
         """The step at which burn-in ended; None while it lasts."""
         self.num_draws = 0
@@ -289,10 +308,12 @@ class _Chain:
         run, sampler, last_saved = self.run, self.sampler, time.monotonic()
         if self.num_draws >= run.num_draws:
             return
+        if self.burned_in_at is None and self._is_burned_in():
+            self.burned_in_at = sampler.num_steps  # there is no burn-in
         self._tell("on_start")
         while self.num_draws < run.num_draws:
             batch = run.batch if run.batch is not None else to_device(next(run.data), run.device)
-            sampler.step(lambda: run.loss(run.model, batch))  # noqa: B023  (called at once)
+            sampler.step(lambda: run.loss(run.called, batch))  # noqa: B023  (called at once)
             if self.scheduler is not None:
                 self.scheduler.step()
             if self.burned_in_at is None and self._is_burned_in():
@@ -391,9 +412,7 @@ class _Chain:
     def load(self, state: dict[str, Any]) -> None:
         """Go to where a checkpoint stood."""
         run = self.run
-        with torch.no_grad():
-            for name, x in _tensors(run.model):
-                x.copy_(state["model"][name])
+        _put(run.model, state["model"])
         self.sampler.load_state_dict(state["sampler"])
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -426,9 +445,39 @@ def _factory(sampler: Factory | None, prior: Prior | None, model: nn.Module, who
         return sampler
     if "prior" in _given(sampler):
         raise ValueError("`prior` was given both to sample and to the sampler: leave one out.")
-    if parameter is None:
+    if "prior" not in _accepted(sampler):
         raise ValueError("`prior` was given, but `sampler` is a function that takes none: give the prior there.")
     return functools.partial(sampler, prior=prior)
+
+
+def _scheduler(make: Callable[[Sampler], LRScheduler], sampler: Sampler) -> LRScheduler:
+    if sampler.is_adapting and isinstance(sampler, Underdamped | MALA):
+        raise ValueError(
+            "a scheduler would overwrite the step size that burn-in finds. Give the sampler its `step_size`, or leave out the "
+            "scheduler."
+        )
+    scheduler = make(sampler)
+    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+        raise TypeError(
+            f"`scheduler` must make a scheduler that goes by the number of steps, such as CosineAnnealingLR, got "
+            f"{type(scheduler).__name__}."
+        )
+    return scheduler
+
+
+def _settings(sampler: Sampler) -> dict[str, Any]:
+    """What the sampler was told, as far as it is numbers and words."""
+    groups = [
+        {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        for group in sampler.param_groups
+    ]
+    own = {key: value for key, value in vars(sampler).items() if not key.startswith("_") and key != "num_steps"}
+    simple = {key: _plain(value) for key, value in own.items() if isinstance(value, bool | int | float | str | tuple | BurnIn)}
+    return {"groups": groups, **simple}
+
+
+def _prior(prior: Prior | None) -> Any:
+    return [str(prior), _plain(getattr(prior, "scale", None))]
 
 
 def _built(factory: Factory, model: nn.Module, fill: dict[str, Any]) -> Sampler:
@@ -462,7 +511,9 @@ def _given(factory: Any) -> dict[str, Any]:
 
 def _accepted(factory: Factory) -> set[str]:
     parameters = inspect.signature(factory).parameters.values()
-    return {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    names = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return names | ({"num_data", "generator", "fixed_data", "prior"} if takes_any else set())
 
 
 def _finds_settings(factory: Factory) -> bool:
@@ -522,6 +573,10 @@ def _check_same_run(before: dict[str, Any], now: dict[str, Any], run: _Run, fold
         "target": (before["target_at_first"], now["target_at_first"]),
     }
     for key, (old, new) in pairs.items():
+        if key == "num_draws" and new < old:
+            raise StoreMismatch(
+                f"{what} was to have {old} draws, this call asks for {new}: it may ask for more, not for fewer."
+            )
         if key not in _MAY_DIFFER and old != new:
             raise StoreMismatch(f"{what} has {key} = {old}, this call has {new}. To go on, everything must be as it was.")
     if before["data"]["fingerprint"] != now["data"]["fingerprint"]:
@@ -542,15 +597,22 @@ def _forecast(manifest: dict[str, Any], model: nn.Module, num_chains: int) -> in
 
 
 def _check_memory(size: int) -> None:
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return
-    if size > free:
+    free = _free_memory()
+    if free is not None and size > free:
         raise MemoryError(
             f"the draws would take {format_bytes(size)} of memory, and {format_bytes(free)} are free. Pass `path` to keep them "
             "on disk, or keep fewer (`num_draws`, keep=k, keep='moments', dtype=torch.bfloat16)."
         )
+
+
+def _free_memory() -> int | None:
+    """Bytes that can be had, those of the system's file cache included; None where nobody says."""
+    try:
+        with open("/proc/meminfo") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 # --- small things ---------------------------------------------------------------------------------------------------------
@@ -572,6 +634,8 @@ def _check_arguments(
 ) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
+    if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
+        raise ValueError("the model has lazy layers that have not met data yet: call it on one batch first.")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("no parameter of the model requires a gradient: there is nothing to sample.")
     for name, value, least in (
@@ -584,11 +648,11 @@ def _check_arguments(
     ):
         if value is None or isinstance(value, BurnIn | str):
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
             raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
     if isinstance(keep, str) and keep not in ("draws", "moments"):
         raise ValueError(f"`keep` must be 'draws', 'moments' or a number of last draws, got {keep!r}.")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and can_store(dtype)):
         raise ValueError(f"`dtype` must be a floating torch.dtype, such as torch.bfloat16, got {dtype!r}.")
     if resume and path is None:
         raise ValueError("resume=True needs `path`, the folder of the run.")
@@ -613,19 +677,33 @@ def _likelihood(given: str | Likelihood | None, loss: Any) -> Likelihood:
 def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Weights, buffers, modes and torch's global random numbers are after it what they were before."""
     before = {name: x.detach().clone() for name, x in _tensors(model)}
+    absent = [(module, name) for module in model.modules() for name, x in module._buffers.items() if x is None]
     grads = [(p, p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, x in _tensors(model):
-                    x.copy_(before[name])
-            for p, grad in grads:
-                p.grad = grad
             for module, training in modes:
                 module.training = training
+            for p, grad in grads:
+                p.grad = grad
+            for module, name in absent:
+                module._buffers[name] = None
+            _put(model, before)
+
+
+def _put(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Write all parameters and buffers."""
+    with torch.no_grad():
+        for name, x in _tensors(model):
+            if name not in values:
+                continue  # a buffer that came up in a forward
+            if x.is_contiguous() or isinstance(x, nn.Parameter):
+                x.copy_(values[name])
+                continue
+            owner, _, last = name.rpartition(".")  # a view that cannot be written to, an expanded number for example
+            model.get_submodule(owner)._buffers[last] = values[name].to(x.device).clone()
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

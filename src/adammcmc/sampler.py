@@ -429,6 +429,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         if own["target"] != str(self.target):
             warnings.warn(f"the state is of another target: {own['target']}; this sampler's is {self.target}.", stacklevel=2)
         self._load_torch(state_dict)
+        self._keep_dtypes(state_dict)
         self.generator.set_state(own["generator"].cpu())
         self.num_steps = own["num_steps"]
         self._sum_acceptance.copy_(own["sum_acceptance"])
@@ -472,6 +473,14 @@ class Sampler(torch.optim.Optimizer, ABC):
 
     def _load_foreign(self, state_dict: dict[str, Any]) -> None:
         raise ValueError(f"this is not a state of {type(self).__name__}: it has no entry '{_OWN_KEY}'.")
+
+    def _keep_dtypes(self, state_dict: dict[str, Any]) -> None:
+        """Undo torch's cast of all state to the dtype of its parameter, which would not go on bit for bit."""
+        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for i, p in zip(numbers, self._parameters(), strict=True):
+            for key, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, Tensor) and self.state[p][key].dtype != value.dtype:
+                    self.state[p][key] = value.to(self.state[p][key].device, copy=True)
 
     def _load_torch(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({key: value for key, value in state_dict.items() if key != _OWN_KEY})

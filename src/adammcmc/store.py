@@ -18,6 +18,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import weakref
 import zlib
@@ -138,7 +139,7 @@ class FolderStore(Store):
     """
 
     def __init__(self, path: str | Path, manifest: dict[str, Any] | None = None, *, writes: bool = False) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser().absolute()  # a run may change its folder
         self._unlock: Callable[[], Any] = _nothing
         self._verified: set[str] = set()
         self._folders: dict[int, Path] = {}
@@ -218,7 +219,9 @@ class FolderStore(Store):
             pending.result()
 
     def load(self, record: Record) -> dict[str, Tensor]:
-        file = self.path / f"chain-{record['chain']}" / record["file"]
+        file = self._file(record)
+        if isinstance(self.manifest["keep"], int) and not file.exists():
+            raise StoreMismatch(f"draw {record['draw']} was dropped by its run since: open the posterior again.")
         try:
             if str(file) not in self._verified and _crc(file) != record["crc32"]:
                 raise StoreCorrupt(f"'{file}' is damaged: its checksum is not the one in the index.")
@@ -287,7 +290,8 @@ class FolderStore(Store):
         except ImportError:  # no such locks on this system
             return
         lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
-        self._unlock = weakref.finalize(self, os.close, lock)  # the lock is let go with its file, whatever ends the process
+        _locks.add(lock)
+        self._unlock = weakref.finalize(self, _let_go, lock)  # the lock goes with its file, whatever ends the process
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -295,8 +299,25 @@ class FolderStore(Store):
             raise StoreLocked(f"another process writes to '{self.path}'. Wait for it, or choose another path.") from error
 
     def _read_index(self, writes: bool) -> None:
-        for folder in sorted(self.path.glob("chain-*"), key=lambda p: int(p.name.removeprefix("chain-"))):
-            chain = int(folder.name.removeprefix("chain-"))
+        """The index as it is; read again if its run, which keeps the last draws only, has dropped some since."""
+        for attempt in range(5):
+            self._read_lines(writes)
+            missing = [file for record in self.kept() if not (file := self._file(record)).exists()]
+            if not missing:
+                break
+            if attempt == 4 or writes or not isinstance(self.manifest["keep"], int):
+                raise StoreCorrupt(f"'{missing[0]}' is missing, which the index names.")
+        for record in self.kept():
+            with suppress(FileNotFoundError):
+                if (size := self._file(record).stat().st_size) != record["bytes"]:
+                    raise StoreCorrupt(f"'{self._file(record)}' has {size} bytes, the index says {record['bytes']}.")
+
+    def _file(self, record: Record) -> Path:
+        return self.path / f"chain-{record['chain']}" / str(record["file"])
+
+    def _read_lines(self, writes: bool) -> None:
+        chains = {int(match[1]): p for p in self.path.iterdir() if (match := re.fullmatch(r"chain-(\d+)", p.name))}
+        for chain, folder in sorted(chains.items()):
             file = folder / _INDEX
             lines = file.read_bytes().split(b"\n") if file.exists() else [b""]
             unfinished = lines.pop()  # without a line's end: its writer was interrupted, and it does not count
@@ -312,12 +333,6 @@ class FolderStore(Store):
                 raise StoreCorrupt(f"'{file}' has a line that is not JSON: {error}.") from error
             if [r.get("draw") for r in self._index[chain]] != list(range(len(lines))):
                 raise StoreCorrupt(f"'{file}' does not count its draws 0, 1, 2, ...: lines are missing or damaged.")
-        for record in self.kept():
-            draw = self.path / f"chain-{record['chain']}" / record["file"]
-            if not draw.exists():
-                raise StoreCorrupt(f"'{draw}' is missing, which the index names.")
-            if draw.stat().st_size != record["bytes"]:
-                raise StoreCorrupt(f"'{draw}' has {draw.stat().st_size} bytes, the index says {record['bytes']}.")
 
     def _write_whole(self, file: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, int]:
         """All of a file or nothing: written under another name, then renamed. Returns its size and its checksum."""
@@ -489,6 +504,8 @@ def encode(state: Any) -> tuple[str, dict[str, Tensor]]:
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, Tensor):
             name = where.lstrip("/") or "tensor"
+            if name in tensors:  # the number 1 and the string "1"
+                name = f"{name}#{len(tensors)}"
             tensors[name] = value.detach()
             return {"tensor": name}
         if isinstance(value, list):
@@ -567,6 +584,27 @@ class _HostCopies:
         return self._buffers[number]
 
 
+_locks: set[int] = set()
+
+
+def _let_go(lock: int) -> None:
+    if lock in _locks:
+        _locks.discard(lock)
+        os.close(lock)
+
+
+def _forget_locks() -> None:
+    """In a forked process (a worker that loads data): it must not hold a lock that its parent, when killed, let go."""
+    for lock in _locks:
+        with suppress(OSError):
+            os.close(lock)
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
+
+
 def _nothing() -> None:
     pass
 
@@ -613,6 +651,11 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+def can_store(dtype: torch.dtype) -> bool:
+    """Whether safetensors has a name for it."""
+    return dtype in _NAMES
 
 
 def _kind(x: Tensor, dtype: str | None) -> torch.dtype:

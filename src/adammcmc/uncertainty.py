@@ -82,8 +82,9 @@ def quantile_of_sorted(ascending: Tensor, q: float) -> Tensor:
         raise ValueError(f"`q` must lie between 0 and 1, got {q}.")
     place = q * (len(ascending) - 1)
     below = int(place)
-    above = min(below + 1, len(ascending) - 1)
-    return torch.lerp(ascending[below], ascending[above], place - below)
+    low, high = ascending[below], ascending[below if place == below else below + 1]
+    between = torch.where(low == high, low, torch.lerp(low, high, place - below))  # between two infinities is infinity
+    return torch.where(ascending[-1].isnan(), torch.nan, between)  # a NaN is sorted last
 
 
 def spread(predictions: Tensor) -> Tensor:

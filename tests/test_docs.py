@@ -1,0 +1,80 @@
+"""Code in README and docs runs as it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import adammcmc
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a reader has: a model, data, an optimizer; `sample` takes fewer steps than it would."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    inputs = torch.randn(600, 4)
+    targets = inputs[:, :3].argmax(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(50):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+
+    def sample(*args: Any, **options: Any) -> adammcmc.Posterior:
+        return adammcmc.sample(*args, **{**options, "gap": 2, "num_draws": 10, "burn_in": 300})
+
+    fast = SimpleNamespace(**{**vars(adammcmc), "sample": sample})
+    return {
+        "adammcmc": fast,
+        "F": F,
+        "DataLoader": DataLoader,
+        "model": model,
+        "inputs": inputs,
+        "targets": targets,
+        "test_inputs": torch.randn(20, 4),
+        "train": TensorDataset(inputs, targets),
+        "optimizer": optimizer,
+    }
+
+
+def run(code: str, names: dict[str, Any]) -> None:
+    own = {"adammcmc": names["adammcmc"]}
+    exec(re.sub(r"^import .*adammcmc$", "import torch.nn.functional as F", code, flags=re.MULTILINE), names)
+    names |= own
+
+
+def test_the_first_lines_of_the_readme(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    run(blocks("README.md")[0], names)
+    assert names["p"].mean.shape == (20, 3)
+    printed = capsys.readouterr().out
+    assert "| exact" in printed
+    assert "chain 0:" in printed
+
+
+def test_the_page_on_posteriors(names: dict[str, Any]) -> None:
+    one_call, algorithm_1, _, by_hand, band = blocks("docs/posterior.md")
+    run(one_call, names)
+    assert names["p"].mutual_information.shape == (20,)
+    assert len(names["posterior"]) == 40
+    run(by_hand, names)
+    assert all(torch.equal(value, names["posterior"][9][key]) for key, value in names["model"].state_dict().items())
+    run(algorithm_1, names)
+    assert "AdamMCMC (Algorithm 1)" in names["posterior"].target
+    run(band.replace("model.log_prob(x).exp()", "model(x).exp()").replace("grid", "inputs"), names)
+    assert (names["band"].quantile(0.05) <= names["band"].mean).float().mean() > 0.9
