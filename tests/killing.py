@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import adammcmc
-from adammcmc.store import FolderStore, encode
+from adammcmc.encoding import encode
+from adammcmc.store import FolderStore
 
 X = torch.randn(96, 5, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(3, (96,), generator=torch.Generator().manual_seed(2))

@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "adammcmc"
 
 # a file imports only from files above it; `acceptance` is a package
 ORDER = [
-    ["errors", "leaves"],
+    ["errors", "leaves", "encoding", "moments"],
     ["target", "direction", "proposal"],
     ["data"],
     ["likelihood"],
@@ -26,7 +26,7 @@ ORDER = [
     ["closure"],
     ["sampler"],
     ["optimizer", "exact"],
-    ["progress", "store", "uncertainty", "callbacks"],
+    ["progress", "store", "uncertainty", "callbacks", "factory"],
     ["predictive"],
     ["posterior"],
     ["advice", "chain", "run"],

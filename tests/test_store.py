@@ -19,18 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from adammcmc import StoreCorrupt, StoreFull, StoreLocked, StoreMismatch
-from adammcmc.store import (
-    FORMAT,
-    FolderStore,
-    MemoryStore,
-    Moments,
-    Store,
-    check_space,
-    decode,
-    encode,
-    format_bytes,
-    safetensors_parts,
-)
+from adammcmc.encoding import decode, encode, safetensors_parts
+from adammcmc.moments import Moments
+from adammcmc.store import FORMAT, FolderStore, MemoryStore, Store, check_space, format_bytes
 
 MANIFEST: dict[str, Any] = {"keep": "draws", "dtype": None, "configuration": {"num_chains": 1}, "target": "a test"}
 

@@ -13,8 +13,9 @@ from adammcmc.data import Batch, as_data
 from adammcmc.errors import StoreMismatch
 from adammcmc.health import Health, read_health
 from adammcmc.likelihood import LIKELIHOODS, Likelihood
+from adammcmc.moments import Moments
 from adammcmc.predictive import Forward, Prediction, predict
-from adammcmc.store import FolderStore, Moments, Record, Store
+from adammcmc.store import FolderStore, Record, Store
 
 __all__ = ["Posterior"]
 

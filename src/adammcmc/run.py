@@ -9,8 +9,6 @@ every run does.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import platform
 import time
@@ -28,19 +26,31 @@ import safetensors
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from adammcmc.acceptance import FullData
 from adammcmc.callbacks import Callback, Event
 from adammcmc.data import Data, as_data, derive_seed, to_device
+from adammcmc.encoding import can_store, plain_json
 from adammcmc.errors import StoreMismatch
-from adammcmc.exact import MALA, Underdamped
+from adammcmc.factory import (
+    Factory,
+    as_factory,
+    build,
+    build_scheduler,
+    describe_prior,
+    finds_settings,
+    given_options,
+    innermost,
+    settings_of,
+)
 from adammcmc.likelihood import LIKELIHOODS, DataExamples, Likelihood, Loss, likelihood_of
+from adammcmc.moments import Moments
 from adammcmc.posterior import Posterior, bare, check_model, describe_tensors
 from adammcmc.progress import Bar, show_bar
 from adammcmc.sampler import Sampler
-from adammcmc.store import FolderStore, MemoryStore, Moments, Store, can_store, check_space, format_bytes
-from adammcmc.target import Gaussian, Prior
+from adammcmc.store import FolderStore, MemoryStore, Store, check_space, format_bytes
+from adammcmc.target import Prior
 from adammcmc.tuning import BurnIn
 
 __all__ = ["sample"]
@@ -48,8 +58,6 @@ __all__ = ["sample"]
 _logger = logging.getLogger("adammcmc")
 _CHECKPOINT_SECONDS = 60.0  # between draws that are far apart
 _MAY_DIFFER = {"num_draws", "path"}  # between a run and its continuation
-
-Factory = Callable[..., Sampler]
 
 
 def sample(
@@ -132,7 +140,7 @@ def sample(
             batch=to_device(data.fetch(slice(None)), device) if whole else None,
             loss=Loss(loss),
             device=device,
-            factory=_factory(sampler, prior, model, whole),
+            factory=as_factory(sampler, prior, model, whole),
             burn_in=burn_in,
             gap=gap,
             num_draws=num_draws,
@@ -164,16 +172,16 @@ def sample(
                 "sampler": type(chain.sampler).__name__,
                 "loss": run.loss.description,
                 "likelihood": list(_likelihood(likelihood, loss)),
-                "prior": _prior(chain.sampler.target.prior),
+                "prior": describe_prior(chain.sampler.target.prior),
                 "scheduler": None if chain.scheduler is None else type(chain.scheduler).__name__,
                 "modes (train or eval)": zlib.crc32(bytes(module.training for module in model.modules())),
                 "num_draws": num_draws,
                 "gap": gap,
-                "burn_in": _plain(burn_in),
+                "burn_in": plain_json(burn_in),
                 "num_chains": num_chains,
                 "seed": seed,
                 "batch_size": data.batch_size,
-                "settings": _settings(chain.sampler),
+                "settings": settings_of(chain.sampler),
             },
             "data": {"num_data": data.num_data, "fingerprint": data.fingerprint()},
             "why_not_resumable": data.why_not_resumable,
@@ -225,11 +233,13 @@ class _Run:
         fill: dict[str, Any] = {"num_data": self.data.num_data, "generator": generator}
         if self.batch is not None:
             fill["fixed_data"] = True
-        elif isinstance(_given(self.factory).get("acceptance"), FullData) or not isinstance(_innermost(self.factory), type):
+        elif isinstance(given_options(self.factory).get("acceptance"), FullData) or not isinstance(
+            innermost(self.factory), type
+        ):
             fill["examples"] = DataExamples(self.called, self.data, self.loss, self.device)
-        if isinstance(self.burn_in, BurnIn) or (self.burn_in and _finds_settings(self.factory)):
+        if isinstance(self.burn_in, BurnIn) or (self.burn_in and finds_settings(self.factory)):
             fill["burn_in"] = self.burn_in
-        sampler = _built(self.factory, self.model, fill)
+        sampler = build(self.factory, self.model, fill)
         if sampler.target.num_data != self.data.num_data:
             raise ValueError(
                 f"the sampler has num_data={sampler.target.num_data}, the data hold {self.data.num_data}: leave it out."
@@ -279,7 +289,7 @@ class _Chain:
     def __init__(self, run: _Run, chain: int, sampler: Sampler) -> None:
         self.run, self.chain, self.sampler = run, chain, sampler
         self.name = f"chain {chain + 1}/{run.num_chains}" if run.num_chains > 1 else type(sampler).__name__
-        self.scheduler = None if run.scheduler is None else _scheduler(run.scheduler, sampler)
+        self.scheduler = None if run.scheduler is None else build_scheduler(run.scheduler, sampler)
         self.burned_in_at: int | None = None
         """The step at which burn-in ended; None while it lasts."""
         self.num_draws = 0
@@ -424,102 +434,6 @@ class _Chain:
         self._burn_in, self.burned_in_at, self.num_draws = state["burn_in"], state["burned_in_at"], state["num_draws"]
         self._sums = dict(state["sums"])
         self.moments = None if state["moments"] is None else Moments(state["moments"])
-
-
-# --- the sampler ----------------------------------------------------------------------------------------------------------
-
-
-def _factory(sampler: Factory | None, prior: Prior | None, model: nn.Module, whole: bool) -> Factory:
-    """What makes the sampler, with the prior that sample was given."""
-    if sampler is None:
-        sampler = Underdamped if whole else functools.partial(Underdamped, acceptance=FullData())
-    if isinstance(sampler, torch.optim.Optimizer) or not callable(sampler):
-        raise TypeError(
-            "`sampler` must make a sampler from parameters, such as partial(AdamMCMC, lr=1e-3, sigma=1e-3), got "
-            f"{type(sampler).__name__}."
-        )
-    parameter = inspect.signature(sampler).parameters.get("prior")
-    if prior is None and parameter is not None and parameter.default is parameter.empty:
-        prior = Gaussian.fan_in(model, gain=2.0)
-    if prior is None:
-        return sampler
-    if "prior" in _given(sampler):
-        raise ValueError("`prior` was given both to sample and to the sampler: leave one out.")
-    if "prior" not in _accepted(sampler):
-        raise ValueError("`prior` was given, but `sampler` is a function that takes none: give the prior there.")
-    return functools.partial(sampler, prior=prior)
-
-
-def _scheduler(make: Callable[[Sampler], LRScheduler], sampler: Sampler) -> LRScheduler:
-    if sampler.is_adapting and isinstance(sampler, Underdamped | MALA):
-        raise ValueError(
-            "a scheduler would overwrite the step size that burn-in finds. Give the sampler its `step_size`, or leave out the "
-            "scheduler."
-        )
-    scheduler = make(sampler)
-    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
-        raise TypeError(
-            f"`scheduler` must make a scheduler that goes by the number of steps, such as CosineAnnealingLR, got "
-            f"{type(scheduler).__name__}."
-        )
-    return scheduler
-
-
-def _settings(sampler: Sampler) -> dict[str, Any]:
-    """What the sampler was told, as far as it is numbers and words."""
-    groups = [
-        {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-        for group in sampler.param_groups
-    ]
-    own = {key: value for key, value in vars(sampler).items() if not key.startswith("_") and key != "num_steps"}
-    simple = {key: _plain(value) for key, value in own.items() if isinstance(value, bool | int | float | str | tuple | BurnIn)}
-    return {"groups": groups, **simple}
-
-
-def _prior(prior: Prior | None) -> Any:
-    return [str(prior), _plain(getattr(prior, "scale", None))]
-
-
-def _built(factory: Factory, model: nn.Module, fill: dict[str, Any]) -> Sampler:
-    """The sampler, with what the factory was not told filled in."""
-    given = _given(factory)
-    accepted = _accepted(factory)
-    options = {key: value for key, value in fill.items() if key in accepted and key not in given}
-    if "burn_in" in fill and "burn_in" in given:
-        raise ValueError("`burn_in` was given both to sample and to the sampler: leave one out.")
-    is_ours = isinstance(_innermost(factory), type)
-    params: Any = list(model.named_parameters()) if is_ours else list(model.parameters())
-    sampler = factory(params, **options)
-    if not isinstance(sampler, Sampler):
-        raise TypeError(f"`sampler` must make a sampler of adammcmc, such as AdamMCMC, got a {type(sampler).__name__}.")
-    return sampler
-
-
-def _innermost(factory: Any) -> Any:
-    while isinstance(factory, functools.partial):
-        factory = factory.func
-    return factory
-
-
-def _given(factory: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    while isinstance(factory, functools.partial):
-        given = {**factory.keywords, **given}
-        factory = factory.func
-    return given
-
-
-def _accepted(factory: Factory) -> set[str]:
-    parameters = inspect.signature(factory).parameters.values()
-    names = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return names | ({"num_data", "generator", "fixed_data", "prior"} if takes_any else set())
-
-
-def _finds_settings(factory: Factory) -> bool:
-    """Whether the sampler has a step size that it finds in burn-in, and was not given one."""
-    parameter = inspect.signature(_innermost(factory)).parameters.get("step_size")
-    return parameter is not None and _given(factory).get("step_size") is None and "burn_in" not in _given(factory)
 
 
 # --- the store ------------------------------------------------------------------------------------------------------------
@@ -713,15 +627,6 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:
     return {key: value for key, value in scheduler.state_dict().items() if not callable(value)}
-
-
-def _plain(value: Any) -> Any:
-    """As JSON would give it back."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return str(value)
 
 
 def _versions() -> dict[str, str]:

@@ -13,37 +13,34 @@ No pickle anywhere.
 
 from __future__ import annotations
 
-import base64
 import errno
 import json
-import math
 import os
 import re
 import shutil
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import RawIOBase
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils import _pytree
 
+from adammcmc.encoding import HostCopies, Tensors, decode, encode, safetensors_parts, strict_json
 from adammcmc.errors import StoreCorrupt, StoreFull, StoreLocked, StoreMismatch
 
-__all__ = ["FORMAT", "FolderStore", "MemoryStore", "Moments", "Record", "Store"]
+__all__ = ["FORMAT", "FolderStore", "MemoryStore", "Record", "Store", "check_space", "format_bytes", "read_manifest"]
 
 FORMAT = 1
 Record = dict[str, Any]
 """One line of the index."""
-Tensors = Mapping[str, Tensor]
 _MANIFEST, _LOCK, _INDEX, _CHECKPOINT = "run.json", "lock", "index.jsonl", "checkpoint.safetensors"
 
 
@@ -113,7 +110,7 @@ class MemoryStore(Store):
 
     def append(self, record: Record, tensors: Tensors) -> None:
         chain, draw, keep = record["chain"], record["draw"], self.manifest["keep"]
-        self._index.setdefault(chain, []).append(_strict(record))
+        self._index.setdefault(chain, []).append(strict_json(record))
         if keep != "moments":
             self._tensors[chain, draw] = _on_host(tensors, self.manifest["dtype"])
         if isinstance(keep, int):
@@ -145,7 +142,7 @@ class FolderStore(Store):
         self._folders: dict[int, Path] = {}
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
-        self._host = _HostCopies()
+        self._host = HostCopies()
         if manifest is not None:
             self._begin(manifest)
         else:
@@ -192,7 +189,7 @@ class FolderStore(Store):
             file = folder / _draw_name(draw)
             size, crc = self._write_whole(file, safetensors_parts(tensors, dtype=self.manifest["dtype"]))
             record = {**record, "file": file.name, "bytes": size, "crc32": crc}
-        record = _strict(record)
+        record = strict_json(record)
         self._append_line(folder / _INDEX, json.dumps(record, allow_nan=False))
         self._index.setdefault(chain, []).append(record)
 
@@ -425,163 +422,7 @@ def format_bytes(number: int) -> str:
     return f"{size:.3g} {units[0]}"
 
 
-# --- running moments ------------------------------------------------------------------------------------------------------
-
-
-class Moments:
-    """Mean and variance of the weights over draws that are not kept (Welford's recursion), in float64 on the host.
-
-    Args:
-        state: of other moments, to go on with.
-    """
-
-    def __init__(self, state: dict[str, Any] | None = None) -> None:
-        self.count = 0 if state is None else int(state["count"])
-        self._mean: dict[str, Tensor] = {} if state is None else {k: v.clone() for k, v in state["mean"].items()}
-        self._squares: dict[str, Tensor] = {} if state is None else {k: v.clone() for k, v in state["squares"].items()}
-
-    def add(self, tensors: Tensors) -> None:
-        """One more draw."""
-        self.count += 1
-        for name, tensor in tensors.items():
-            if not tensor.is_floating_point():
-                continue
-            value = tensor.detach().to("cpu", torch.float64)
-            if name not in self._mean:
-                self._mean[name], self._squares[name] = torch.zeros_like(value), torch.zeros_like(value)
-            deviation = value - self._mean[name]
-            self._mean[name] += deviation / self.count
-            self._squares[name] += deviation * (value - self._mean[name])
-
-    def merge(self, other: Moments) -> None:
-        """Those of another chain as well."""
-        if other.count == 0:
-            return
-        total = self.count + other.count
-        for name, mean in other._mean.items():
-            own = self._mean.get(name, torch.zeros_like(mean))
-            shift = mean - own
-            squares = self._squares.get(name, torch.zeros_like(mean)) + other._squares[name]
-            self._squares[name] = squares + shift.square() * (self.count * other.count / total)
-            self._mean[name] = own + shift * (other.count / total)
-        self.count = total
-
-    @property
-    def mean(self) -> dict[str, Tensor]:
-        return dict(self._mean)
-
-    @property
-    def variance(self) -> dict[str, Tensor]:
-        """Over the draws (divided by their number)."""
-        return {name: squares / max(1, self.count) for name, squares in self._squares.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """count, mean, and squares = count * variance."""
-        return {"count": self.count, "mean": self._mean, "squares": self._squares}
-
-
-# --- states without pickle ------------------------------------------------------------------------------------------------
-
-
-def encode(state: Any) -> tuple[str, dict[str, Tensor]]:
-    """A nested state of numbers, strings, lists, tuples, dictionaries and tensors: as JSON, and its tensors by name.
-
-    Example:
-        >>> text, tensors = encode({"a": (1, None), 7: torch.ones(2)})
-        >>> decode(text, tensors)
-        {'a': (1, None), 7: tensor([1., 1.])}
-    """
-    tensors: dict[str, Tensor] = {}
-
-    def walk(value: Any, where: str) -> Any:
-        if value is None or isinstance(value, bool | str):
-            return value
-        if isinstance(value, np.generic):
-            value = value.item()
-        if isinstance(value, int):
-            return value
-        if isinstance(value, float):
-            return value if math.isfinite(value) else {"float": repr(value)}
-        if isinstance(value, Tensor):
-            name = where.lstrip("/") or "tensor"
-            if name in tensors:  # the number 1 and the string "1"
-                name = f"{name}#{len(tensors)}"
-            tensors[name] = value.detach()
-            return {"tensor": name}
-        if isinstance(value, list):
-            return [walk(item, f"{where}/{i}") for i, item in enumerate(value)]
-        if isinstance(value, tuple):
-            return {"tuple": [walk(item, f"{where}/{i}") for i, item in enumerate(value)]}
-        if isinstance(value, Mapping):
-            pairs = [[walk(key, where), walk(item, f"{where}/{key}")] for key, item in value.items()]
-            return {"dict": pairs}
-        if isinstance(value, bytes):
-            return {"bytes": base64.b64encode(value).decode()}
-        if isinstance(value, np.ndarray) and value.dtype != object:
-            return {"array": walk(torch.from_numpy(value.copy()), where)}
-        raise TypeError(f"'{where}' is a {type(value).__name__}, which cannot be saved without pickle.")
-
-    return json.dumps(walk(state, ""), allow_nan=False), tensors
-
-
-def decode(text: str, tensors: Tensors) -> Any:
-    """What `encode` was given."""
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, list):
-            return [walk(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        ((kind, content),) = value.items()
-        if kind == "float":
-            return float(content)
-        if kind == "tensor":
-            return tensors[content]
-        if kind == "tuple":
-            return tuple(walk(item) for item in content)
-        if kind == "bytes":
-            return base64.b64decode(content)
-        if kind == "array":
-            return walk(content).numpy()
-        return {walk(key): walk(item) for key, item in content}
-
-    return walk(json.loads(text))
-
-
 # --- small things ---------------------------------------------------------------------------------------------------------
-
-
-class _HostCopies:
-    """Copies of nested tensors on the host, in pinned memory that is taken once: valid until the next call."""
-
-    def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-
-    def __call__(self, tree: Any) -> Any:
-        """All tensors of the tree, copied; waits for the device once."""
-        leaves, structure = _pytree.tree_flatten(tree)
-        count, device = 0, None
-        for i, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):
-                continue
-            if leaf.device.type == "cpu":
-                leaves[i] = leaf.detach().clone()
-                continue
-            device = leaf.device
-            leaves[i] = self._buffer(count, leaf).copy_(leaf.detach(), non_blocking=True)
-            count += 1
-        if device is not None and device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        return _pytree.tree_unflatten(leaves, structure)
-
-    def _buffer(self, number: int, like: Tensor) -> Tensor:
-        if number == len(self._buffers):
-            self._buffers.append(torch.empty(0))
-        known = self._buffers[number]
-        if known.shape != like.shape or known.dtype != like.dtype:
-            pin = like.device.type == "cuda"
-            self._buffers[number] = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pin)
-        return self._buffers[number]
 
 
 _locks: set[int] = set()
@@ -607,62 +448,6 @@ if hasattr(os, "register_at_fork"):
 
 def _nothing() -> None:
     pass
-
-
-def safetensors_parts(
-    tensors: Tensors, metadata: dict[str, str] | None = None, *, dtype: str | None = None
-) -> Iterator[bytes | memoryview]:
-    """The parts of a safetensors file, header first, one tensor on the host at a time and without a copy where it is there.
-
-    The package's own writer copies everything twice, which at each draw of a large model costs time, and memory that the
-    allocator never gives back. `dtype` is that of floating tensors.
-    """
-    kinds = {name: _kind(x, dtype) for name, x in tensors.items()}
-    order = sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))  # numbers then lie at multiples of their size
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    end = 0
-    for name in order:
-        begin, end = end, end + tensors[name].numel() * kinds[name].itemsize
-        header[name] = {"dtype": _NAMES[kinds[name]], "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for name in order:
-        if tensors[name].numel() > 0:
-            host = tensors[name].detach().to("cpu", kinds[name]).contiguous()
-            yield memoryview(cast(Any, host.reshape(-1).view(torch.uint8).numpy()))
-
-
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-def can_store(dtype: torch.dtype) -> bool:
-    """Whether safetensors has a name for it."""
-    return dtype in _NAMES
-
-
-def _kind(x: Tensor, dtype: str | None) -> torch.dtype:
-    kind: torch.dtype = getattr(torch, dtype) if dtype is not None and x.is_floating_point() else x.dtype
-    if kind not in _NAMES:
-        raise TypeError(f"a tensor of {kind} cannot be stored.")
-    return kind
 
 
 def _gathered(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
@@ -709,14 +494,3 @@ def _on_host(tensors: Tensors, dtype: str | None) -> dict[str, Tensor]:
         name: x.detach().to("cpu", kind if kind is not None and x.is_floating_point() else x.dtype, copy=True).contiguous()
         for name, x in tensors.items()
     }
-
-
-def _strict(value: Any) -> Any:
-    """With null where JSON has no number."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_strict(item) for item in value]
-    return value

@@ -1,0 +1,133 @@
+"""Makes a sampler from what the user gave in its place: a class, a partial, a function, or nothing."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from adammcmc.acceptance import FullData
+from adammcmc.encoding import plain_json
+from adammcmc.exact import MALA, Underdamped
+from adammcmc.sampler import Sampler
+from adammcmc.target import Gaussian, Prior
+from adammcmc.tuning import BurnIn
+
+__all__ = [
+    "Factory",
+    "as_factory",
+    "build",
+    "build_scheduler",
+    "describe_prior",
+    "finds_settings",
+    "given_options",
+    "innermost",
+    "settings_of",
+]
+
+Factory = Callable[..., Sampler]
+"""parameters, options -> sampler"""
+
+
+def as_factory(sampler: Factory | None, prior: Prior | None, model: nn.Module, whole: bool) -> Factory:
+    """What makes the sampler, with the prior that sample was given."""
+    if sampler is None:
+        sampler = Underdamped if whole else functools.partial(Underdamped, acceptance=FullData())
+    if isinstance(sampler, torch.optim.Optimizer) or not callable(sampler):
+        raise TypeError(
+            "`sampler` must make a sampler from parameters, such as partial(AdamMCMC, lr=1e-3, sigma=1e-3), got "
+            f"{type(sampler).__name__}."
+        )
+    parameter = inspect.signature(sampler).parameters.get("prior")
+    if prior is None and parameter is not None and parameter.default is parameter.empty:
+        prior = Gaussian.fan_in(model, gain=2.0)
+    if prior is None:
+        return sampler
+    if "prior" in given_options(sampler):
+        raise ValueError("`prior` was given both to sample and to the sampler: leave one out.")
+    if "prior" not in _accepted(sampler):
+        raise ValueError("`prior` was given, but `sampler` is a function that takes none: give the prior there.")
+    return functools.partial(sampler, prior=prior)
+
+
+def build_scheduler(make: Callable[[Sampler], LRScheduler], sampler: Sampler) -> LRScheduler:
+    """The scheduler that the user makes, if it can be one of this sampler."""
+    if sampler.is_adapting and isinstance(sampler, Underdamped | MALA):
+        raise ValueError(
+            "a scheduler would overwrite the step size that burn-in finds. Give the sampler its `step_size`, or leave out the "
+            "scheduler."
+        )
+    scheduler = make(sampler)
+    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+        raise TypeError(
+            f"`scheduler` must make a scheduler that goes by the number of steps, such as CosineAnnealingLR, got "
+            f"{type(scheduler).__name__}."
+        )
+    return scheduler
+
+
+def settings_of(sampler: Sampler) -> dict[str, Any]:
+    """What the sampler was told, as far as it is numbers and words."""
+    groups = [
+        {key: plain_json(value) for key, value in group.items() if key not in ("params", "param_names")}
+        for group in sampler.param_groups
+    ]
+    own = {key: value for key, value in vars(sampler).items() if not key.startswith("_") and key != "num_steps"}
+    simple = {
+        key: plain_json(value) for key, value in own.items() if isinstance(value, bool | int | float | str | tuple | BurnIn)
+    }
+    return {"groups": groups, **simple}
+
+
+def describe_prior(prior: Prior | None) -> Any:
+    """All that is known of a prior, as JSON."""
+    return [str(prior), plain_json(getattr(prior, "scale", None))]
+
+
+def build(factory: Factory, model: nn.Module, fill: dict[str, Any]) -> Sampler:
+    """The sampler, with what the factory was not told filled in."""
+    given = given_options(factory)
+    accepted = _accepted(factory)
+    options = {key: value for key, value in fill.items() if key in accepted and key not in given}
+    if "burn_in" in fill and "burn_in" in given:
+        raise ValueError("`burn_in` was given both to sample and to the sampler: leave one out.")
+    is_ours = isinstance(innermost(factory), type)
+    params: Any = list(model.named_parameters()) if is_ours else list(model.parameters())
+    sampler = factory(params, **options)
+    if not isinstance(sampler, Sampler):
+        raise TypeError(f"`sampler` must make a sampler of adammcmc, such as AdamMCMC, got a {type(sampler).__name__}.")
+    return sampler
+
+
+def innermost(factory: Any) -> Any:
+    """What a partial, or a partial of one, calls in the end."""
+    while isinstance(factory, functools.partial):
+        factory = factory.func
+    return factory
+
+
+def given_options(factory: Any) -> dict[str, Any]:
+    """The options that partials have set."""
+    given: dict[str, Any] = {}
+    while isinstance(factory, functools.partial):
+        given = {**factory.keywords, **given}
+        factory = factory.func
+    return given
+
+
+def _accepted(factory: Factory) -> set[str]:
+    parameters = inspect.signature(factory).parameters.values()
+    names = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return names | ({"num_data", "generator", "fixed_data", "prior"} if takes_any else set())
+
+
+def finds_settings(factory: Factory) -> bool:
+    """Whether the sampler has a step size that it finds in burn-in, and was not given one."""
+    parameter = inspect.signature(innermost(factory)).parameters.get("step_size")
+    return parameter is not None and given_options(factory).get("step_size") is None and "burn_in" not in given_options(factory)
