@@ -39,7 +39,7 @@ types: .venv/installed  ## mypy --strict
 	$(BIN)/mypy
 
 docs: .venv/installed  ## build the documentation into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 serve-docs: .venv/installed  ## read the documentation in a browser
 	$(BIN)/mkdocs serve

@@ -67,8 +67,9 @@ def test_the_first_lines_of_the_readme(names: dict[str, Any], capsys: pytest.Cap
     assert "chain 0:" in printed
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_page_on_posteriors(names: dict[str, Any]) -> None:
-    one_call, algorithm_1, _, by_hand, band = blocks("docs/posterior.md")
+    one_call, algorithm_1, _, by_hand, band, callbacks = blocks("docs/posterior.md")
     run(one_call, names)
     assert names["p"].mutual_information.shape == (20,)
     assert len(names["posterior"]) == 40
@@ -77,4 +78,5 @@ def test_the_page_on_posteriors(names: dict[str, Any]) -> None:
     run(algorithm_1, names)
     assert "AdamMCMC (Algorithm 1)" in names["posterior"].target
     run(band.replace("model.log_prob(x).exp()", "model(x).exp()").replace("grid", "inputs"), names)
+    run(callbacks, names)
     assert (names["band"].quantile(0.05) <= names["band"].mean).float().mean() > 0.9

@@ -449,7 +449,7 @@ def test_chains_and_traces_of_runs_that_keep_few_draws() -> None:
 
 
 def test_a_sum_in_place_of_a_mean_is_noticed() -> None:
-    with pytest.warns(UserWarning, match="it looks like a sum, and is taken as the mean loss"):
+    with pytest.raises(ValueError, match="it looks like a sum, and would be taken as the mean loss"):
         run(None, loss=lambda o, y: F.cross_entropy(o, y, reduction="sum"))  # type: ignore[arg-type]
 
 
@@ -523,6 +523,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "objects": ({"train": (np.array([[1], [1, 2]], dtype=object), Y)}, TypeError, "dtype object"),
     "a number": ({"train": (X, torch.tensor(3))}, ValueError, "a number where a tensor"),
     "dtype": ({"train": (X.double(), Y)}, ValueError, r"for example x\.float\(\).*float64 \(60, 4\)"),
+    "labels": ({"train": (X, Y.int())}, ValueError, r"Class labels must be int64, for example targets\.long\(\)"),
+    "forgotten targets": ({"train": X}, ValueError, r"the data must be \(inputs, targets\)"),
     "NaN": ({"train": (with_nan(), Y)}, NonFiniteLoss, "at step 0"),
     "num_data": ({"num_data": 61}, ValueError, "`num_data` is 61, but the data set holds 60"),
     "no length": ({"train": DataLoader(Stateless(), 16)}, ValueError, "is not known from DataLoader: pass `num_data`"),
@@ -586,13 +588,15 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dtype of draws": ({"dtype": torch.int8}, ValueError, "`dtype` must be a floating torch.dtype"),
     "resume nothing": ({"resume": True}, ValueError, "resume=True needs `path`"),
     "initial": ({"initial": [{}], "num_chains": 2}, ValueError, "for each of 2 chains, got 1"),
+    "one callback": ({"callbacks": Callback()}, TypeError, r"`callbacks` must be a list of callbacks"),
     "callbacks": ({"callbacks": [print]}, TypeError, "must hold instances of adammcmc.Callback"),
     "likelihood": ({"likelihood": "poisson"}, ValueError, "`likelihood` must be one of categorical"),
     "a sampler": (
         {"sampler": AdamMCMC(network().parameters(), num_data=60, sigma=1e-3)},
         TypeError,
-        r"must make a sampler from parameters, such as partial\(AdamMCMC",
+        r"must make a sampler from parameters, such as partial\(AdamMCMC.* got an AdamMCMC that is made already",
     ),
+    "no sigma": ({"sampler": AdamMCMC}, TypeError, r"needs an argument more.*'sigma'.*partial\(AdamMCMC, sigma=...\)"),
     "an optimizer": ({"sampler": torch.optim.Adam}, TypeError, "must make a sampler of adammcmc, such as AdamMCMC, got a Adam"),
     "two priors": ({"prior": Gaussian()}, ValueError, "`prior` was given both to sample and to the sampler"),
     "two burn-ins": (

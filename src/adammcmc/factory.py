@@ -34,20 +34,23 @@ Factory = Callable[..., Sampler]
 """parameters, options -> sampler"""
 
 
-def as_factory(sampler: Factory | None, prior: Prior | None, model: nn.Module, whole: bool) -> Factory:
+def as_factory(sampler: Any, prior: Prior | None, model: nn.Module, whole: bool) -> Factory:
     """What makes the sampler, with the prior that sample was given."""
     if sampler is None:
         sampler = Underdamped if whole else functools.partial(Underdamped, acceptance=FullData())
     if isinstance(sampler, torch.optim.Optimizer) or not callable(sampler):
+        kind = type(sampler).__name__
+        got = f"an {kind} that is made already" if hasattr(sampler, "param_groups") else kind
         raise TypeError(
-            "`sampler` must make a sampler from parameters, such as partial(AdamMCMC, lr=1e-3, sigma=1e-3), got "
-            f"{type(sampler).__name__}."
+            "`sampler` must make a sampler from parameters, such as partial(AdamMCMC, lr=1e-3, sigma=1e-3, sigma_along=2.0), "
+            f"got {got}."
         )
     parameter = inspect.signature(sampler).parameters.get("prior")
     if prior is None and parameter is not None and parameter.default is parameter.empty:
         prior = Gaussian.fan_in(model, gain=2.0)
     if prior is None:
-        return sampler
+        factory: Factory = sampler
+        return factory
     if "prior" in given_options(sampler):
         raise ValueError("`prior` was given both to sample and to the sampler: leave one out.")
     if "prior" not in _accepted(sampler):
@@ -98,6 +101,12 @@ def build(factory: Factory, model: nn.Module, fill: dict[str, Any]) -> Sampler:
         raise ValueError("`burn_in` was given both to sample and to the sampler: leave one out.")
     is_ours = isinstance(innermost(factory), type)
     params: Any = list(model.named_parameters()) if is_ours else list(model.parameters())
+    try:
+        inspect.signature(factory).bind(params, **options)
+    except TypeError as error:
+        name = getattr(innermost(factory), "__name__", "sampler")
+        missing = str(error).rsplit("'", 2)[-2] if "'" in str(error) else "..."
+        raise TypeError(f"`sampler` needs an argument more: {error}. Give it as partial({name}, {missing}=...).") from error
     sampler = factory(params, **options)
     if not isinstance(sampler, Sampler):
         raise TypeError(f"`sampler` must make a sampler of adammcmc, such as AdamMCMC, got a {type(sampler).__name__}.")

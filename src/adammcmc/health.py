@@ -50,8 +50,8 @@ def beta_eff(noise: Tensor) -> Tensor:
     """By what factor noise s in the log ratio lowers the inverse temperature, for small moves.
 
     Example:
-        >>> [round(float(b), 2) for b in beta_eff(torch.tensor([0.0, 1.0, 10.0], dtype=torch.float64))]
-        [1.0, 0.69, 0.15]
+        >>> beta_eff(torch.tensor([0.0, 1.0, 10.0], dtype=torch.float64)).round(decimals=2)
+        tensor([1.0000, 0.6900, 0.1500], dtype=torch.float64)
     """
     w: Tensor = 0.5 * torch.special.erfcx(noise / math.sqrt(2))
     return 2 * w / (0.5 + w)

@@ -223,22 +223,26 @@ class Loss:
         except Exception as error:
             form = "loss(model, batch)" if self.takes_model(batch) else "loss(model(*inputs), targets)"
             hint = ""
-            if "dtype" in str(error) or "scalar type" in str(error):
+            said = str(error)
+            if "target" in said and ("Long" in said or "Byte" in said):
+                hint = " Class labels must be int64, for example targets.long(). (Or are inputs and targets swapped?)"
+            elif "dtype" in said or "scalar type" in said:
                 hint = " Convert the data to the dtype of the weights, for example x.float()."
+            elif self.takes_model(batch) and self._first not in ("model", "module", "net", "network"):
+                hint = " For a loss of outputs and targets, the data must be (inputs, targets)."
             if "not callable" in str(error) and not self.takes_model(batch):
                 hint = " If the loss is a function of model and batch, call its first argument `model`."
-            said = str(error).rstrip(".")
             raise ValueError(
-                f"the loss of a batch could not be computed as {form}: {said}.{hint} The batch: {describe_batch(batch)}."
+                f"the loss of a batch could not be computed as {form}: {said.rstrip('.')}.{hint} "
+                f"The batch: {describe_batch(batch)}."
             ) from error
         finally:
             for buffer, before in buffers:
                 buffer.copy_(before)
         if is_sum:
-            warnings.warn(
-                f"`{self.name}` returns one number that grows with the size of the batch: it looks like a sum, and is taken as "
-                "the mean loss. Return the mean, or the losses of the examples.",
-                stacklevel=3,
+            raise ValueError(
+                f"`{self.name}` returns one number that grows with the size of the batch: it looks like a sum, and would be "
+                "taken as the mean loss. Return the mean, or the losses of the examples."
             )
         return losses
 

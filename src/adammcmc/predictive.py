@@ -19,7 +19,7 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree
 
 from adammcmc import uncertainty
-from adammcmc.data import Batch, Data, IterableData, joined_batches, num_rows, regrouped, to_device
+from adammcmc.data import Batch, Data, IterableData, describe_batch, joined_batches, num_rows, regrouped, to_device
 from adammcmc.likelihood import Likelihood
 from adammcmc.progress import track
 
@@ -38,7 +38,7 @@ Forward = Callable[[nn.Module, Batch], Tensor]
 """The model's answer to a batch, (examples, ...)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """What the draws of a posterior predict for some examples. Tensors are on the host, with the examples along axis 0.
 
@@ -64,13 +64,16 @@ class Prediction:
     def __len__(self) -> int:
         return len(self.mean)
 
+    def __repr__(self) -> str:
+        return f"<Prediction: {self.num_draws} draws x {tuple(self.mean.shape)}, {self.likelihood.name}>"
+
     def quantile(self, q: float) -> Tensor:
         """Of the predictions over the draws. Other q than 0.25, 0.5, 0.75 (and those asked for) take another pass.
 
         In regression this is the quantile of the mean values: the noise of the targets is not in it.
         """
-        if not 0 <= q <= 1:
-            raise ValueError(f"`q` must lie between 0 and 1, got {q}.")
+        if not isinstance(q, int | float) or not 0 <= q <= 1:
+            raise ValueError(f"`q` must be one number between 0 and 1, got {q}.")
         if q not in self._quantiles:
             self._quantiles[q] = self._again(q)
         return self._quantiles[q]
@@ -344,7 +347,16 @@ class _Engine:
         one = _part(to_device(first, self._device), slice(1))
         with _LOCK, _evaluating(self._model), _returned_bytes(self._model) as returned:
             weights = self._weights.for_one_forward(self._weights[0])
-            outputs = self._checked(functional_call(self._call, weights, (one,)), 1)
+            try:
+                outputs = self._checked(functional_call(self._call, weights, (one,)), 1)
+            except (RuntimeError, IndexError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                said = str(error).rstrip(".")
+                raise ValueError(
+                    f"the model could not be asked: {said}. It was given: {describe_batch(one)}, the first of the examples. "
+                    "They must look as those of the run did, one row for each (a single one is x[None])."
+                ) from error
         if self._batch_size is None:
             self._batch_size = max(1, min(_MOST_ROWS, _FORWARD_BYTES // max(1, sum(returned))))
         per_example = self._likelihood.predictions(outputs).numel() * outputs.element_size()

@@ -572,6 +572,8 @@ def _check_arguments(
         raise ValueError("resume=True needs `path`, the folder of the run.")
     if initial is not None and len(initial) != num_chains:
         raise ValueError(f"`initial` must have one state dictionary for each of {num_chains} chains, got {len(initial)}.")
+    if not isinstance(callbacks, list | tuple):
+        raise TypeError(f"`callbacks` must be a list of callbacks, got {type(callbacks).__name__}.")
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise TypeError(f"`callbacks` must hold instances of adammcmc.Callback, got {type(callback).__name__}.")

@@ -385,6 +385,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = path / _MANIFEST
     if not file.exists():
         what = "does not exist" if not path.exists() else "holds no run of adammcmc (it has no run.json)"
+        if (path.parent / _MANIFEST).exists():
+            what += f"; the run is '{path.parent}'"
         raise StoreMismatch(f"'{path}' {what}.")
     try:
         manifest = json.loads(file.read_bytes())
