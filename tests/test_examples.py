@@ -46,7 +46,7 @@ def test_the_two_moons_from_the_shell(two_moons: ModuleType, tmp_path: Path, cap
     first = capsys.readouterr().out
     for words in ("posterior: 6 draws of 1 chain", "n = 1000 | prior: N(0, s^2)", "| exact\n", "chain 0: cannot tell yet"):
         assert words in first
-    for words in ("on a moon", "between the moons", "far away", "trained flow", "the truth lies in the band"):
+    for words in ("on a moon", "between the moons", "far away", "trained flow", "the truth is in the band"):
         assert words in first
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 50_000
@@ -92,7 +92,7 @@ def test_the_true_density_is_normalised_and_that_of_the_data(two_moons: ModuleTy
     torch.testing.assert_close(mean, new.double().mean(0), atol=0.03, rtol=0)
 
 
-@pytest.mark.parametrize("low, high, share", [(0.0, 1.0, 1.0), (0.5, 1.0, 0.5)])
+@pytest.mark.parametrize(("low", "high", "share"), [(0.0, 1.0, 1.0), (0.5, 1.0, 0.5)])
 def test_coverage_counts_the_places_in_the_band(two_moons: ModuleType, low: float, high: float, share: float) -> None:
     class Draws:
         """Predicts q for the quantile q, everywhere."""
