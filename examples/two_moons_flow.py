@@ -169,7 +169,7 @@ def plane() -> tuple[Tensor, Tensor]:
 
 
 def coverage(truth: Tensor, predicted: adammcmc.Prediction, low: float, high: float) -> float:
-    """The share of points with the truth in the band, among those where it matters: is more than 1% of its maximum."""
+    """The share of points with the truth in the band, among those where it is more than 1% of its maximum."""
     inside = (predicted.quantile(low) <= truth) & (truth <= predicted.quantile(high))
     return float(inside[truth > 0.01 * truth.max()].double().mean())
 
@@ -254,9 +254,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     points = plane()[1]
     predicted, truth = posterior.predict(points, forward=density, quantiles=(0.05, 0.95)), data.density(points)
     half, most = coverage(truth, predicted, 0.25, 0.75), coverage(truth, predicted, 0.05, 0.95)
-    print(
-        f"the truth is in the band 25% to 75% at {half:.0%}, in the band 5% to 95% at {most:.0%} of the places where it matters"
-    )
+    shares = f"25% to 75% at {half:.0%}, in the band 5% to 95% at {most:.0%}"
+    print(f"where it is more than 1% of its maximum, the truth is in the band {shares} of the places")
     draw_picture(options.output, data, flow, predicted)
     print(f"picture: {options.output}")
 

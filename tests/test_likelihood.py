@@ -17,6 +17,14 @@ Y = torch.arange(12) % 3
 MODEL = nn.Linear(3, 3)
 
 
+class Flow(nn.Linear):
+    """A module of the user's own."""
+
+
+def of_a_flow(flow: Flow, batch: Tensor) -> Tensor:
+    return flow(batch[0]).sum(1)
+
+
 @pytest.mark.parametrize(
     ("loss", "name"),
     [
@@ -79,6 +87,7 @@ def test_which_losses_take_the_model() -> None:
     pair, alone = (X, Y), X
     assert Loss(lambda model, batch: model(batch)).takes_model(pair)
     assert Loss(annotated).takes_model(pair)
+    assert Loss(of_a_flow).takes_model(pair)
     assert not Loss(F.cross_entropy).takes_model(pair)
     assert not Loss(lambda a, b: a).takes_model(pair)
     assert Loss(lambda a, b: a(b)).takes_model(alone)  # there are no targets to take

@@ -683,7 +683,7 @@ OTHER_RUNS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         StoreMismatch,
         r"its '0.weight' is float32 \(6, 4\), this model's is float32 \(7, 4\)",
     ),
-    "loss": ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, StoreMismatch, "has loss = torch.nn.functional.cross_entropy"),
+    "loss": ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, StoreMismatch, "has loss = cross_entropy"),
     "noise": ({"likelihood": "values"}, StoreMismatch, "has likelihood ="),
     "modes": ({"model": network().eval()}, StoreMismatch, r"has modes \(train or eval\)"),
     "policy": ({"sampler": partial(ALGORITHM_1, batch_norm="frozen")}, StoreMismatch, "'batch_norm': 'batch'"),

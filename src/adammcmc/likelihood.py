@@ -6,10 +6,12 @@ values; prediction needs to know.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import math
+import typing
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -230,7 +232,7 @@ class Loss:
                 hint = " Convert the data to the dtype of the weights, for example x.float()."
             elif self.takes_model(batch) and self._first not in ("model", "module", "net", "network"):
                 hint = " For a loss of outputs and targets, the data must be (inputs, targets)."
-            if "not callable" in str(error) and not self.takes_model(batch):
+            if not self.takes_model(batch) and ("not callable" in said or "has no attribute" in said):
                 hint = " If the loss is a function of model and batch, call its first argument `model`."
             raise ValueError(
                 f"the loss of a batch could not be computed as {form}: {said.rstrip('.')}.{hint} "
@@ -288,7 +290,7 @@ def _description(function: Any) -> str:
     if isinstance(function, functools.partial):
         return f"{_description(function.func)} with {function.args}, {sorted(function.keywords.items())}"
     if inspect.isfunction(function) or inspect.isbuiltin(function):
-        return f"{function.__module__}.{function.__qualname__}"
+        return str(function.__qualname__)  # a script's module is another when it is imported
     text = repr(function)
     return type(function).__qualname__ if " at 0x" in text else text
 
@@ -300,4 +302,8 @@ def _parameters(function: Any) -> tuple[list[str], Any]:
     except (TypeError, ValueError):
         return [], None
     parameters = list(signature.parameters.values())
-    return [p.name for p in parameters], parameters[0].annotation if parameters else None
+    annotation = parameters[0].annotation if parameters else None
+    if isinstance(annotation, str):
+        with contextlib.suppress(Exception):  # a name that cannot be found says nothing
+            annotation = typing.get_type_hints(function)[parameters[0].name]
+    return [p.name for p in parameters], annotation

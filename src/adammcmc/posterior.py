@@ -140,7 +140,8 @@ class Posterior:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"<Posterior: {len(self)} draws of {self.num_chains} chains, {type(self.model).__name__}>"
+        chains = f"{self.num_chains} chain{'s' * (self.num_chains != 1)}"
+        return f"<Posterior: {len(self)} draws of {chains}, {type(self.model).__name__}>"
 
     # --- prediction ---------------------------------------------------------------------------------------------
 

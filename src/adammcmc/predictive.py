@@ -34,8 +34,8 @@ _CACHE_BYTES = 256 << 20  # weights of all draws, if they are to stay in memory 
 
 _LOCK = threading.RLock()  # a draw's weights stand in the model while it is asked: one thread at a time
 
-Forward = Callable[[nn.Module, Batch], Tensor]
-"""The model's answer to a batch, (examples, ...)."""
+Forward = Callable[..., Tensor]
+"""model, batch -> the model's answer, (examples, ...)"""
 
 
 @dataclass(frozen=True, repr=False)
