@@ -122,11 +122,11 @@ SAMPLERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("batch_size", [None, 16])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(
+    ("name", "batch_size"),  # the chain of Theorem 1 needs all data at once
+    [*((name, None) for name in SAMPLERS), *((name, 16) for name in SAMPLERS if name != "ExactAdamMCMC")],
+)
 def test_every_sampler_runs_and_is_fixed_by_its_seed(name: str, batch_size: int | None) -> None:
-    if name == "ExactAdamMCMC" and batch_size is not None:
-        pytest.skip("it needs all data at once")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # four steps of burn-in reach nothing
         runs = [
@@ -421,6 +421,24 @@ def test_the_first_draw_comes_a_gap_after_burn_in(burn_in: int, first: int) -> N
     posterior = run(None, burn_in=burn_in)  # type: ignore[arg-type]
     assert posterior.index[0]["step"] == first
     assert posterior.health()[0].num_steps == 18
+
+
+@pytest.mark.parametrize("burn_in", [0, 4])
+def test_the_target_tells_of_the_layers_that_were_met(burn_in: int, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
+    sampler = partial(MALA, step_size=1e-4, prior=Gaussian())
+    run(tmp_path / "run", model=model, sampler=sampler, batch_size=16, burn_in=burn_in)
+    for word in ("BatchNorm: batch statistics", "dropout draws a new mask at each step"):
+        assert word in Posterior.open(tmp_path / "run", model).target
+
+
+def test_numbers_of_numpy_and_paths_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    home = Path("~/run")
+    posterior = run(home, burn_in=np.int64(4), num_draws=np.int64(4), keep=np.int64(2))
+    assert posterior.trace("step").tolist() == [[7, 10, 13, 16]]
+    assert len(run(home, resume=True, num_draws=6, keep=2)) == 2
+    assert (tmp_path / "run" / "run.json").exists()
 
 
 def test_functions_as_samplers_get_what_they_take() -> None:

@@ -24,7 +24,7 @@ from torch.utils import _pytree
 
 from adammcmc.data import Batch, Data, describe_batch, num_rows, to_device
 
-__all__ = ["LIKELIHOODS", "DataExamples", "GaussianNLL", "Likelihood", "Loss", "likelihood_of"]
+__all__ = ["LIKELIHOODS", "DataExamples", "GaussianNLL", "Likelihood", "Loss", "as_likelihood", "likelihood_of"]
 
 
 class Likelihood(NamedTuple):
@@ -126,6 +126,15 @@ class GaussianNLL:
         assert variance is not None
         losses = (targets - mean).square() / (2 * variance) + 0.5 * torch.log(2 * math.pi * variance)
         return losses.reshape(len(losses), -1).sum(1)
+
+
+def as_likelihood(given: str | Likelihood) -> Likelihood:
+    """What a user calls a likelihood, checked."""
+    if isinstance(given, Likelihood):
+        return given
+    if given not in LIKELIHOODS:
+        raise ValueError(f"`likelihood` must be one of {', '.join(LIKELIHOODS)}, got {given!r}.")
+    return Likelihood(given)
 
 
 def likelihood_of(loss: Callable[..., Any]) -> Likelihood:

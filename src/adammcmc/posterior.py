@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adammcmc.data import Batch, as_data
 from adammcmc.errors import StoreMismatch
 from adammcmc.health import Health, read_health
-from adammcmc.likelihood import LIKELIHOODS, Likelihood
+from adammcmc.likelihood import Likelihood, as_likelihood
 from adammcmc.moments import Moments
 from adammcmc.predictive import Forward, Prediction, predict
 from adammcmc.store import FolderStore, Record, Store
@@ -208,13 +208,9 @@ class Posterior:
         )
 
     def _likelihood(self, given: str | Likelihood | None, forward: Forward | None) -> Likelihood:
-        if isinstance(given, Likelihood):
-            return given
-        if given is None:
-            return Likelihood("values") if forward is not None else Likelihood(**self.store.manifest["likelihood"])
-        if given not in LIKELIHOODS:
-            raise ValueError(f"`likelihood` must be one of {', '.join(LIKELIHOODS)}, got {given!r}.")
-        return Likelihood(given)
+        if given is not None:
+            return as_likelihood(given)
+        return Likelihood("values") if forward is not None else Likelihood(**self.store.manifest["likelihood"])
 
 
 def bare(model: nn.Module) -> nn.Module:

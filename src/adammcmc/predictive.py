@@ -267,8 +267,7 @@ def predict(
 
 
 def _summary(predictions: Tensor, likelihood: Likelihood, quantiles: Sequence[float]) -> dict[Any, Tensor]:
-    mean = predictions.double().mean(0) if len(predictions) < 8 else _mean(predictions)
-    parts: dict[Any, Tensor] = {"mean": mean.to(predictions.dtype), "variance": uncertainty.variance(predictions)}
+    parts: dict[Any, Tensor] = {"mean": _mean(predictions), "variance": uncertainty.variance(predictions)}
     if likelihood.has_classes:
         is_binary = likelihood.name.startswith("bernoulli")
         parts["entropy"] = uncertainty.entropy(predictions, is_binary=is_binary)
@@ -280,8 +279,8 @@ def _summary(predictions: Tensor, likelihood: Likelihood, quantiles: Sequence[fl
 def _mean(predictions: Tensor) -> Tensor:
     total = torch.zeros(predictions.shape[1:], dtype=torch.float64, device=predictions.device)
     for draw in predictions:
-        total += draw
-    return total / len(predictions)
+        total += draw  # in float64 one at a time, not all of them at once
+    return (total / len(predictions)).to(predictions.dtype)
 
 
 def _checked_q(q: float) -> float:

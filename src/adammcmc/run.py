@@ -44,7 +44,7 @@ from adammcmc.factory import (
     innermost,
     settings_of,
 )
-from adammcmc.likelihood import LIKELIHOODS, DataExamples, Likelihood, Loss, likelihood_of
+from adammcmc.likelihood import DataExamples, Likelihood, Loss, as_likelihood, likelihood_of
 from adammcmc.moments import Moments
 from adammcmc.posterior import Posterior, bare, check_model, describe_tensors
 from adammcmc.progress import Bar, show_bar
@@ -57,7 +57,6 @@ __all__ = ["sample"]
 
 _logger = logging.getLogger("adammcmc")
 _CHECKPOINT_SECONDS = 60.0  # between draws that are far apart
-_MAY_DIFFER = {"num_draws", "path"}  # between a run and its continuation
 
 
 def sample(
@@ -126,6 +125,9 @@ def sample(
     """
     _check_arguments(model, num_draws, gap, burn_in, num_chains, seed, keep, dtype, path, resume, initial, callbacks)
     num_draws, gap, num_chains, seed = int(num_draws), int(gap), int(num_chains), int(seed)  # numpy's are no JSON
+    burn_in = burn_in if burn_in is None or isinstance(burn_in, BurnIn) else int(burn_in)
+    keep = keep if isinstance(keep, str) else int(keep)
+    path = None if path is None else Path(path).expanduser()
     compiled, model = model, bare(model)
     data = as_data(train, batch_size, num_data)
     if path is not None and data.why_not_resumable is not None:
@@ -166,12 +168,10 @@ def sample(
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
             "has_targets": not run.loss.takes_model(first),
             "num_parts": len(first) if isinstance(first, tuple | list) else 1,
-            "loss": run.loss.name,
-            "likelihood": _likelihood(likelihood, loss)._asdict(),
+            "likelihood": (likelihood_of(loss) if likelihood is None else as_likelihood(likelihood))._asdict(),
             "configuration": {
                 "sampler": type(chain.sampler).__name__,
                 "loss": run.loss.description,
-                "likelihood": list(_likelihood(likelihood, loss)),
                 "prior": describe_prior(chain.sampler.target.prior),
                 "scheduler": None if chain.scheduler is None else type(chain.scheduler).__name__,
                 "modes (train or eval)": zlib.crc32(bytes(module.training for module in model.modules())),
@@ -326,10 +326,11 @@ class _Chain:
             sampler.step(lambda: run.loss(run.called, batch))  # noqa: B023  (called at once)
             if self.scheduler is not None:
                 self.scheduler.step()
+            if sampler.num_steps == 1:
+                self._write_target(store)
             if self.burned_in_at is None and self._is_burned_in():
                 self.burned_in_at, self._sums = sampler.num_steps, {}
                 sampler.reset_health()
-                self._write_target(store)
             elif self.burned_in_at is not None and (sampler.num_steps - self.burned_in_at) % run.gap == 0:
                 self._draw(store)
                 last_saved = time.monotonic()
@@ -439,16 +440,16 @@ class _Chain:
 # --- the store ------------------------------------------------------------------------------------------------------------
 
 
-def _open_store(path: str | Path | None, manifest: dict[str, Any], run: _Run, resume: bool) -> Store:
+def _open_store(path: Path | None, manifest: dict[str, Any], run: _Run, resume: bool) -> Store:
     """A new store with every chain's first checkpoint, or the one that is there."""
     size = _forecast(manifest, run.model, run.num_chains)
     if path is None:
         _check_memory(size)
         store: Store = MemoryStore(manifest)
-    elif resume and (Path(path) / "run.json").exists():
-        return _reopened(Path(path), manifest, run)
+    elif resume and (path / "run.json").exists():
+        return _reopened(path, manifest, run)
     else:
-        check_space(Path(path), size)
+        check_space(path, size)
         _logger.info(f"writing about {format_bytes(size)} to '{path}'")
         store = FolderStore(path, manifest)
     try:
@@ -483,6 +484,7 @@ def _check_same_run(before: dict[str, Any], now: dict[str, Any], run: _Run, fold
         **{key: (before["configuration"].get(key), value) for key, value in now["configuration"].items()},
         "keep": (before["keep"], now["keep"]),
         "dtype": (before["dtype"], now["dtype"]),
+        "likelihood": (before["likelihood"], now["likelihood"]),
         "num_data": (before["data"]["num_data"], now["data"]["num_data"]),
         "target": (before["target_at_first"], now["target_at_first"]),
     }
@@ -491,7 +493,7 @@ def _check_same_run(before: dict[str, Any], now: dict[str, Any], run: _Run, fold
             raise StoreMismatch(
                 f"{what} was to have {old} draws, this call asks for {new}: it may ask for more, not for fewer."
             )
-        if key not in _MAY_DIFFER and old != new:
+        if key != "num_draws" and old != new:
             raise StoreMismatch(f"{what} has {key} = {old}, this call has {new}. To go on, everything must be as it was.")
     if before["data"]["fingerprint"] != now["data"]["fingerprint"]:
         raise StoreMismatch(f"{what} was made with other data: their values differ from those of this call.")
@@ -577,16 +579,6 @@ def _check_arguments(
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise TypeError(f"`callbacks` must hold instances of adammcmc.Callback, got {type(callback).__name__}.")
-
-
-def _likelihood(given: str | Likelihood | None, loss: Any) -> Likelihood:
-    if given is None:
-        return likelihood_of(loss)
-    if isinstance(given, Likelihood):
-        return given
-    if given not in LIKELIHOODS:
-        raise ValueError(f"`likelihood` must be one of {', '.join(LIKELIHOODS)}, got {given!r}.")
-    return Likelihood(given)
 
 
 @contextmanager
