@@ -263,9 +263,12 @@ import os, sys, time
 from pathlib import Path
 from tests.test_store import filled
 store = filled(Path(sys.argv[1]))
+hear, say = os.pipe()
 if os.fork() == 0:
+    os.write(say, b"x")
     time.sleep(20)
     os._exit(0)
+os.read(hear, 1)  # the child is there, and has done what a fork does first
 print("ready", flush=True)
 os.kill(os.getpid(), 9)
 """
