@@ -31,6 +31,7 @@ ORDER = [
     ["posterior"],
     ["advice", "chain", "run"],
     ["diagnostics"],
+    ["jets"],
     ["demo"],
     ["cli"],
     ["__main__"],

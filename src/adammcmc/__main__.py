@@ -6,12 +6,18 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line, or say what is missing for it."""
+    """Run the command line, or say what is missing for it. An error is one line; `--debug` first shows where it came from."""
     try:
         from adammcmc.cli import app
     except ImportError as error:
         sys.exit(f"The command line needs {error.name}. Run: pip install 'adammcmc[shell]'")
-    app()
+    wants_traceback = sys.argv[1:2] == ["--debug"]
+    try:
+        app()
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+        if wants_traceback:
+            raise
+        sys.exit(f"adammcmc: {error} (adammcmc --debug ... shows where)")
 
 
 if __name__ == "__main__":

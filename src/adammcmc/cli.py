@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 import adammcmc
+from adammcmc.jets.commands import app as jets_app
 
 __all__ = ["app"]
 
@@ -25,11 +26,15 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+app.add_typer(jets_app, name="jets")
+
+
 @app.callback()
 def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
     ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Options of the program itself; the help text is the app's."""
 
@@ -37,16 +42,18 @@ def options(
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option(help="Where the picture goes (.png, .pdf or .svg).")] = Path("demo.png"),
-    steps: Annotated[int, typer.Option(min=500, help="Steps of each sampler; the first fifth is burn-in.")] = 10_000,
-    seed: Annotated[int, typer.Option(help="Fixes every random number.")] = 0,
+    epochs: Annotated[int, typer.Option(min=1, help="Of Adam, before the chain begins.")] = 8,
+    gap: Annotated[int, typer.Option(min=1, help="Steps between draws; burn-in is five times as long.")] = 20,
+    draws: Annotated[int, typer.Option(min=2, help="To predict with.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Fixes every random number.")] = 0,
 ) -> None:
-    """Sample a small network on Fisher's irises, with AdamMCMC and with the exact Underdamped.
+    """Top tagging in small: ParticleNet-Lite on bundled jets, Adam, then AdamMCMC.
 
-    Prints what is sampled, the acceptance, and a table of predictions with spreads; draws a picture. Takes about a minute.
+    Prints what is sampled, accuracy, AUC and rejection, the spread for right and wrong tags, and the mutual information on
+    kinds of jets that the network never saw; draws a picture. Takes two to four minutes on two cores.
     """
     try:
         from adammcmc.demo import run_demo
-
-        run_demo(output, steps=steps, seed=seed)
     except ImportError as error:
         raise typer.BadParameter(f"the demo needs {error.name}. Run: pip install 'adammcmc[demo]'") from error
+    run_demo(output, epochs=epochs, gap=gap, num_draws=draws, seed=seed)

@@ -138,7 +138,7 @@ class Data(ABC):
         return f"{mark:016x}"
 
 
-class _Indexed(Data):
+class Indexed(Data):
     """Data whose examples have numbers: an order of our own."""
 
     def __init__(self, num_data: int, batch_size: int | None) -> None:
@@ -178,7 +178,7 @@ class _Indexed(Data):
         return torch.randperm(self.num_data, generator=generator)
 
 
-class TensorData(_Indexed):
+class TensorData(Indexed):
     """Tensors (on any device) or arrays (in memory or mapped from a file), in tuples, lists or dictionaries."""
 
     def __init__(self, content: Any, batch_size: int | None = None) -> None:
@@ -215,7 +215,7 @@ class TensorData(_Indexed):
             yield self.fetch(slice(first, first + size))
 
 
-class DatasetData(_Indexed):
+class DatasetData(Indexed):
     """A map-style `Dataset`, and what a `DataLoader` knows of how to read it.
 
     Random numbers that the data set draws (augmentation) are fixed by seed, epoch and batch, with any number of workers.
@@ -475,6 +475,20 @@ def num_rows(batch: Batch) -> int:
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return len(leaf)
     raise ValueError(f"a batch must hold tensors with one row for each example, got {type(batch).__name__}.")
+
+
+def part_of(batch: Batch, rows: slice) -> Batch:
+    """Some examples of a batch. A container whose tensors are not one row an example says itself how, with `part(rows)`."""
+    if isinstance(batch, Tensor):
+        return batch[rows] if batch.dim() > 0 else batch
+    if hasattr(batch, "part"):
+        return batch.part(rows)
+    if isinstance(batch, Mapping):
+        return {key: part_of(value, rows) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        parts = [part_of(value, rows) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
 
 
 def describe_batch(batch: Batch) -> str:

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree
 
-from adammcmc.data import Batch, Data, describe_batch, num_rows, to_device
+from adammcmc.data import Batch, Data, describe_batch, num_rows, part_of, to_device
 
 __all__ = ["LIKELIHOODS", "DataExamples", "GaussianNLL", "Likelihood", "Loss", "as_likelihood", "likelihood_of"]
 
@@ -263,10 +262,8 @@ class Loss:
         if rows < 8:
             return False
 
-        def part(chosen: slice) -> Batch:
-            return _pytree.tree_map_only(Tensor, lambda x: x[chosen] if x.dim() > 0 and len(x) == rows else x, batch)
-
-        total = float(self(model, part(slice(rows // 2))) + self(model, part(slice(rows // 2, rows))))
+        halves = (part_of(batch, slice(rows // 2)), part_of(batch, slice(rows // 2, rows)))
+        total = sum(float(self(model, half)) for half in halves)
         return abs(float(loss) - total) < abs(float(loss) - total / 2)
 
 

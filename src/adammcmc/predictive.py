@@ -19,7 +19,7 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree
 
 from adammcmc import uncertainty
-from adammcmc.data import Batch, Data, IterableData, describe_batch, joined_batches, num_rows, regrouped, to_device
+from adammcmc.data import Batch, Data, IterableData, describe_batch, joined_batches, num_rows, part_of, regrouped, to_device
 from adammcmc.likelihood import Likelihood
 from adammcmc.progress import track
 
@@ -343,7 +343,7 @@ class _Engine:
     @torch.no_grad()
     def _chunk_size(self, first: Batch) -> int:
         """Examples whose predictions by all draws fit; found by asking one draw about one example."""
-        one = _part(to_device(first, self._device), slice(1))
+        one = part_of(to_device(first, self._device), slice(1))
         with _LOCK, _evaluating(self._model), _returned_bytes(self._model) as returned:
             weights = self._weights.for_one_forward(self._weights[0])
             try:
@@ -380,7 +380,7 @@ class _Engine:
             draws = range(first, min(first + group, len(self._weights)))
             weights = self._weights.stacked(draws) if group > 1 and self._can_stack else None
             for start in range(0, n, rows):
-                part = _part(batch, slice(start, start + rows))
+                part = part_of(batch, slice(start, start + rows))
                 outputs = self._outputs(draws, weights, part)
                 each = [self._likelihood.predictions(o) for o in outputs]
                 if predictions is None:
@@ -421,10 +421,6 @@ class _Engine:
 
 def _with_prefix(load: Callable[[], dict[str, Tensor]]) -> Callable[[], dict[str, Tensor]]:
     return lambda: {f"model.{name}": x for name, x in load().items()}
-
-
-def _part(batch: Batch, rows: slice) -> Batch:
-    return _pytree.tree_map_only(Tensor, lambda x: x[rows], batch)
 
 
 @contextmanager

@@ -1,0 +1,235 @@
+"""`adammcmc jets ...`: make jets, convert files, train a tagger, sample its posterior, see what it says."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from adammcmc.jets.data import Jets
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Top tagging: make jets, read the field's files, train ParticleNet, sample its posterior.", no_args_is_help=True
+)
+
+
+class Network(StrEnum):
+    particlenet = "particlenet"
+    lite = "lite"
+
+
+class SamplerChoice(StrEnum):
+    adam_mcmc = "adam-mcmc"
+    as_released = "as-released"
+    underdamped = "underdamped"
+
+
+class PrecisionChoice(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+Files = Annotated[list[Path], typer.Argument(help="Files or folders of jets: .h5, .root, .npz, .parquet.")]
+MaxJets = Annotated[int | None, typer.Option(min=1, help="Read no more than this many jets.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
+Precise = Annotated[PrecisionChoice, typer.Option(help="bfloat16 is faster on a GPU.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Use torch.compile: a minute to start, faster steps.")]
+Seed = Annotated[int, typer.Option(min=0, help="Fixes every random number.")]
+
+
+@app.command()
+def generate(
+    folder: Annotated[Path, typer.Argument(help="Where the shards go; a call that was stopped goes on.")],
+    jets: Annotated[int, typer.Option(min=1, help="Jets of each kind.")] = 10_000,
+    kinds: Annotated[str, typer.Option(help="Of qcd, top, w, z, h_bb, h_ww, quark, gluon; or 'all'.")] = "top,qcd",
+    pt: Annotated[tuple[float, float], typer.Option(help="Window of the jets' pT, GeV.")] = (550.0, 650.0),
+    flat: Annotated[bool, typer.Option("--flat", help="A nearly flat spectrum of pT inside the window.")] = False,
+    shard_size: Annotated[int, typer.Option(min=1, help="Jets in a file.")] = 2000,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core if not given.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Make jets with Pythia 8, a small detector and FastJet.
+
+    These are Pythia jets in the phase space of the Top Quark Tagging Reference Dataset: 14 TeV, no multi-parton interactions,
+    anti-kT R = 0.8, 550 < pT < 650 GeV, |eta| < 2. About 60 to 110 a second and core.
+    """
+    from adammcmc.jets.data import KINDS
+    from adammcmc.jets.generate import Settings, Window, generate
+
+    names = KINDS if kinds == "all" else [name.strip() for name in kinds.split(",") if name.strip()]
+    settings = Settings(seed=seed, window=Window(*pt), flat=flat, shard_size=shard_size)
+    paths = generate(folder, dict.fromkeys(names, jets), settings, workers=workers)
+    typer.echo(f"{jets:,} jets each of {', '.join(names)}: {len(paths)} files in {folder}")
+    typer.echo("Please cite Pythia (arXiv:2203.11601) and FastJet (arXiv:1111.6097) if you publish with them.")
+
+
+@app.command()
+def convert(
+    files: Files,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The new file: .npz or .parquet, our compact format.")],
+    max_jets: MaxJets = None,
+    shuffle: Annotated[int | None, typer.Option(help="Mix the jets, with this seed.")] = None,
+) -> None:
+    """Write jets of any known format into one compact file, about 0.25 kB a jet."""
+    from adammcmc.jets.files import write_jets
+
+    jets = _read(files, max_jets)
+    write_jets(output, jets if shuffle is None else jets.shuffled(shuffle))
+    typer.echo(f"{output}: {jets!r}, {output.stat().st_size / len(jets):.0f} bytes a jet")
+
+
+@app.command()
+def train(
+    files: Files,
+    run: Annotated[Path, typer.Option("--run", "-r", help="A folder for the tagger.")],
+    network: Annotated[Network, typer.Option(help="particlenet: 366,160 parameters; lite: 26,416.")] = Network.particlenet,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the jets.")] = 10,
+    batch_size: Annotated[int, typer.Option(min=2, help="Jets in a step.")] = 512,
+    lr: Annotated[float, typer.Option(help="Adam's learning rate; falls to a hundredth in the second half.")] = 2e-3,
+    held_out: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the jets to test on, not to train on.")] = 0.1,
+    max_jets: MaxJets = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the tagger in the folder.")] = False,
+    device: Device = None,
+    precision: Precise = PrecisionChoice.float32,
+    compile: Compile = False,
+    seed: Seed = 0,
+) -> None:
+    """Train ParticleNet on top and QCD jets with Adam."""
+    from adammcmc.jets.tagger import Tagger, Training
+    from adammcmc.jets.tagging import accuracy, auc
+
+    if (run / "tagger.safetensors").exists() and not resume:
+        raise typer.BadParameter(f"'{run}' holds a tagger already: choose another folder, or --resume.")
+    jets = _two_classes(_read(files, max_jets))
+    train, test = split(jets, held_out)
+    settings = Training(network.value, epochs=epochs, batch_size=min(batch_size, len(train)), lr=lr, seed=seed)
+    if resume and (run / "tagger.safetensors").exists():
+        tagger = Tagger.load(run, device=device, precision=precision.value, compiled=compile, epochs=epochs)
+    else:
+        tagger = Tagger(settings, device=device, precision=precision.value, compiled=compile)
+    typer.echo(f"training on {train!r}, on {tagger.device}")
+
+    def after(tagger: Tagger, loss: float) -> None:
+        tagger.save(run)
+        line = f"epoch {tagger.epochs}: mean loss {loss:.4f}"
+        if len(test):
+            scores = tagger.scores(test)
+            line += f", on {len(test):,} held-out jets: accuracy {accuracy(scores, test.kind)}, AUC {auc(scores, test.kind)}"
+        typer.echo(line)
+
+    tagger.train(train, after_epoch=after)
+    typer.echo(f"{run}: next, `adammcmc jets sample {' '.join(str(f) for f in files)} --run {run}`")
+
+
+@app.command()
+def sample(
+    files: Files,
+    run: Annotated[Path, typer.Option("--run", "-r", help="The folder of the tagger; the draws go to RUN/posterior.")],
+    sampler: Annotated[
+        SamplerChoice, typer.Option(help="adam-mcmc: Algorithm 1; as-released: the published code; underdamped: exact.")
+    ] = SamplerChoice.adam_mcmc,
+    lr: Annotated[float, typer.Option(help="Of the Adam step.")] = 1e-3,
+    sigma: Annotated[float, typer.Option(help="Noise on one weight.")] = 3e-4,
+    sigma_along: Annotated[float, typer.Option(help="Noise along the step, in steps.")] = 2.0,
+    inverse_temperature: Annotated[float, typer.Option(help="lambda; multiplies the sum of all losses, 1 is Bayes.")] = 1.0,
+    batch_size: Annotated[int, typer.Option(min=2, help="Jets in a step (underdamped: always all).")] = 512,
+    burn_in: Annotated[int | None, typer.Option(min=0, help="Steps before the chain counts.")] = None,
+    gap: Annotated[int, typer.Option(min=1, help="Steps between draws.")] = 100,
+    draws: Annotated[int, typer.Option(min=1, help="Of each chain.")] = 10,
+    chains: Annotated[int, typer.Option(min=1, help="One after the other.")] = 1,
+    held_out: Annotated[float, typer.Option(min=0.0, max=0.9, help="As in training: these jets are left out.")] = 0.1,
+    training_mode: Annotated[
+        bool, typer.Option("--training-mode", help="Batch statistics and dropout, as in the paper.")
+    ] = False,
+    max_jets: MaxJets = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a chain that was stopped.")] = False,
+    device: Device = None,
+    precision: Precise = PrecisionChoice.float32,
+    compile: Compile = False,
+    seed: Seed = 0,
+) -> None:
+    """Draw the weights of a trained tagger from its posterior, and be told what was sampled."""
+    from adammcmc.jets.tagger import Tagger
+
+    tagger = Tagger.load(run, device=device, precision=precision.value, compiled=compile)
+    train, _ = split(_two_classes(_read(files, max_jets)), held_out)
+    posterior = tagger.sample(
+        train,
+        sampler=sampler.value,
+        lr=lr,
+        sigma=sigma,
+        sigma_along=sigma_along,
+        inverse_temperature=inverse_temperature,
+        batch_size=batch_size,
+        burn_in=burn_in,
+        gap=gap,
+        num_draws=draws,
+        num_chains=chains,
+        in_training_mode=training_mode,
+        seed=seed,
+        path=run / "posterior",
+        resume=resume,
+    )
+    typer.echo(str(posterior))
+
+
+@app.command()
+def evaluate(
+    files: Files,
+    run: Annotated[Path, typer.Option("--run", "-r", help="The folder of the tagger and its posterior.")],
+    held_out: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="The share that was held out in training; 1 for files that the tagger never saw."),
+    ] = 1.0,
+    others: Annotated[list[Path] | None, typer.Option(help="Jets from elsewhere, for the figure over pT.")] = None,
+    max_jets: MaxJets = None,
+    device: Device = None,
+    precision: Precise = PrecisionChoice.float32,
+) -> None:
+    """Accuracy, AUC, rejection; mean and spread by class and correctness; mutual information against pT.
+
+    Writes RUN/scores.csv (one line a jet), RUN/tagging.png and, with --others, RUN/others.csv and RUN/others.png.
+    """
+    from adammcmc.jets.figures import draw_others, draw_tagging
+    from adammcmc.jets.tagger import Tagger
+    from adammcmc.jets.tagging import evaluate, write_scores
+
+    tagger = Tagger.load(run, device=device, precision=precision.value)
+    posterior = tagger.posterior(run / "posterior")
+    jets = _two_classes(_read(files, max_jets))
+    if held_out < 1:
+        jets = split(jets, held_out)[1]
+    typer.echo(str(posterior))
+    prediction = tagger.predict(posterior, jets)
+    typer.echo(str(evaluate(prediction, jets.kind)))
+    write_scores(run / "scores.csv", jets, prediction)
+    draw_tagging(run / "tagging.png", prediction, jets)
+    if others:
+        elsewhere = _read(others, max_jets)
+        unseen = tagger.predict(posterior, elsewhere)
+        write_scores(run / "others.csv", elsewhere, unseen)
+        draw_others(run / "others.png", (jets, prediction), (elsewhere, unseen))
+    written = ["scores.csv", "tagging.png", *(["others.csv", "others.png"] if others else [])]
+    typer.echo(f"{run}: {', '.join(written)}")
+
+
+def split(jets: Jets, held_out: float) -> tuple[Jets, Jets]:
+    """Training jets and the held-out ones: the same for the same jets, whatever is done with them."""
+    mixed = jets.shuffled(20_190_221)  # ParticleNet's day
+    cut = len(jets) - round(held_out * len(jets))
+    return mixed[:cut], mixed[cut:]
+
+
+def _read(files: list[Path], max_jets: int | None) -> Jets:
+    from adammcmc.jets.files import read_jets
+
+    return read_jets(files, max_jets)
+
+
+def _two_classes(jets: Jets) -> Jets:
+    return jets.of_kind("qcd", "top")

@@ -1,0 +1,223 @@
+"""Jets in memory: only real particles, one after another, jet after jet.
+
+Particles of a jet are ordered by pT, the hardest first, and are given relative to the jet's axis:
+
+    counts     (jets,)          particles of each jet
+    particles  (all, 4)         pT, delta eta, delta phi, E        GeV and radians
+    jet        (jets, 5)        pT, eta, phi, mass, E of the whole jet
+    kind       (jets,)          what it is: a number into `KINDS`, -1 where nobody knows
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["KINDS", "Jets", "Rows", "jets_from_p4", "wrapped"]
+
+KINDS = ("qcd", "top", "w", "z", "h_bb", "h_ww", "quark", "gluon")
+"""Background and signal of top tagging first, so that a tagger's labels are kinds."""
+
+# the compact code of a particle: three integers of 16 bits
+LOG_PT_SCALE = 3000.0  # log(pT / GeV) from 1.8e-5 to 5.5e4 GeV, in steps of 0.03%
+ANGLE_SCALE = 10000.0  # up to 3.27 from the axis (soft protons lie far out in eta), in steps of 1e-4
+
+
+class Rows(NamedTuple):
+    """Where the particles of packed jets lie: what turns rows into jets and back."""
+
+    owner: Tensor
+    """(rows,): the jet of each."""
+    rank: Tensor
+    """(rows,): the place of each in its jet."""
+    first: Tensor
+    """(jets,): the row where each jet begins."""
+    counts: Tensor
+    """(jets,): particles of each jet."""
+
+    @staticmethod
+    def of(counts: Tensor, total: int) -> Rows:
+        """From the particles of each jet, and of all together (which the device must not be asked for)."""
+        ends = counts.cumsum(0)
+        first, rows = ends - counts, torch.arange(total, device=counts.device)
+        owner = torch.searchsorted(ends, rows, right=True)
+        return Rows(owner, rows - first[owner], first, counts)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Jets:
+    """A set of jets, packed: see the head of this file for the four tensors.
+
+    Example:
+        >>> one = jets_from_p4(torch.tensor([[[100.0, 100.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]]), torch.tensor([1]))
+        >>> one
+        <Jets: 1 (1 top), 1.0 particles on average>
+        >>> one.particles[0].tolist()
+        [100.0, 0.0, 0.0, 100.0]
+    """
+
+    counts: Tensor
+    particles: Tensor
+    jet: Tensor
+    kind: Tensor
+
+    def __post_init__(self) -> None:
+        jets = len(self.counts)
+        if self.particles.shape != (int(self.counts.sum()), 4) or self.jet.shape != (jets, 5) or self.kind.shape != (jets,):
+            raise ValueError(
+                f"{jets} jets with {int(self.counts.sum())} particles need `particles` of shape "
+                f"({int(self.counts.sum())}, 4), `jet` of ({jets}, 5) and `kind` of ({jets},), got "
+                f"{tuple(self.particles.shape)}, {tuple(self.jet.shape)} and {tuple(self.kind.shape)}."
+            )
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __repr__(self) -> str:
+        found = [(name, int((self.kind == i).sum())) for i, name in enumerate(KINDS)]
+        found.append(("unknown", int((self.kind < 0).sum())))
+        kinds = ", ".join(f"{count:,} {name}" for name, count in found if count)
+        mean = len(self.particles) / max(1, len(self))
+        return f"<Jets: {len(self):,} ({kinds}), {mean:.1f} particles on average>"
+
+    @property
+    def offsets(self) -> Tensor:
+        """Where each jet's particles begin, and where the last one's end: (jets + 1,)."""
+        return torch.cat([self.counts.new_zeros(1), self.counts.cumsum(0)])
+
+    @property
+    def rows(self) -> Rows:
+        return Rows.of(self.counts, len(self.particles))
+
+    @property
+    def owner(self) -> Tensor:
+        """The jet of each particle: (all,)."""
+        return self.rows.owner
+
+    @property
+    def rank(self) -> Tensor:
+        """The place of each particle in its jet, 0 for the hardest: (all,)."""
+        return self.rows.rank
+
+    def __getitem__(self, chosen: slice | Tensor | Sequence[int]) -> Jets:
+        """Some of the jets, by slice, numbers or a mask."""
+        if isinstance(chosen, slice):
+            numbers = torch.arange(len(self))[chosen]
+        else:
+            numbers = torch.as_tensor(chosen)
+            numbers = numbers.nonzero().squeeze(1) if numbers.dtype == torch.bool else numbers.long()
+        counts = self.counts[numbers]
+        where = Rows.of(counts, int(counts.sum()))
+        rows = self.offsets[numbers][where.owner] + where.rank
+        return Jets(counts, self.particles[rows], self.jet[numbers], self.kind[numbers])
+
+    def leading(self, num_particles: int) -> Jets:
+        """The same jets with at most so many particles each, the hardest. The jet's own momentum stays."""
+        if num_particles < 1:
+            raise ValueError(f"`num_particles` must be positive, got {num_particles}.")
+        if not len(self) or int(self.counts.max()) <= num_particles:
+            return self
+        kept = self.rank < num_particles
+        return Jets(self.counts.clamp_max(num_particles), self.particles[kept], self.jet, self.kind)
+
+    def of_kind(self, *names: str) -> Jets:
+        """Only the jets of these kinds."""
+        return self[torch.isin(self.kind, torch.tensor([kind_number(name) for name in names], dtype=self.kind.dtype))]
+
+    def padded(self, num_particles: int | None = None) -> tuple[Tensor, Tensor]:
+        """Particles in a rectangle, zeros behind the last: (jets, num_particles, 4), and a mask of the real ones."""
+        width = int(self.counts.max()) if num_particles is None else num_particles
+        jets = self.leading(width)
+        full = torch.zeros(len(jets), width, 4)
+        mask = torch.zeros(len(jets), width, dtype=torch.bool)
+        full[jets.owner, jets.rank] = jets.particles
+        mask[jets.owner, jets.rank] = True
+        return full, mask
+
+    def p4(self, num_particles: int | None = None) -> Tensor:
+        """E, px, py, pz of the particles, zero padded: (jets, num_particles, 4)."""
+        particles, mask = self.padded(num_particles)
+        pt, deta, dphi, energy = particles.double().unbind(-1)
+        eta, phi = deta + self.jet[:, 1:2].double(), dphi + self.jet[:, 2:3].double()
+        return torch.stack([energy, pt * phi.cos(), pt * phi.sin(), pt * eta.sinh()], -1) * mask[..., None]
+
+    @staticmethod
+    def cat(parts: Iterable[Jets]) -> Jets:
+        """Jets of several sets, one set after another."""
+        parts = list(parts)
+        if not parts:
+            raise ValueError("there are no jets to put together.")
+        return Jets(*(torch.cat([getattr(part, name) for part in parts]) for name in ("counts", "particles", "jet", "kind")))
+
+    def shuffled(self, seed: int) -> Jets:
+        return self[torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))]
+
+    # --- the compact code -------------------------------------------------------------------------------------------------
+
+    def encode(self) -> dict[str, np.ndarray[Any, Any]]:
+        """About 0.3 kB a jet before compression: a particle is three integers of 16 bits, taken as massless."""
+        pt, deta, dphi, _ = self.particles.double().unbind(1)
+        for name, angle in (("delta eta", deta), ("delta phi", dphi)):
+            if bool((angle.abs() * ANGLE_SCALE > 32767).any()):
+                raise ValueError(f"a particle is {angle.abs().max():.2f} from its jet's axis in {name}; the code ends at 3.27.")
+        codes = {"log_pt": pt.log() * LOG_PT_SCALE, "deta": deta * ANGLE_SCALE, "dphi": dphi * ANGLE_SCALE}
+        counts = self.counts.numpy()
+        return {
+            "n": counts.astype(np.uint8 if not len(counts) or counts.max() < 256 else np.uint16),
+            **{name: code.round().to(torch.int16).numpy() for name, code in codes.items()},
+            "jet": self.jet.numpy().astype(np.float32),
+            "kind": self.kind.numpy().astype(np.int8),
+            "scale": np.array([LOG_PT_SCALE, ANGLE_SCALE]),
+        }
+
+    @staticmethod
+    def decode(code: dict[str, np.ndarray[Any, Any]]) -> Jets:
+        """What `encode` made."""
+        log_pt_scale, angle_scale = code["scale"]
+        counts = torch.from_numpy(code["n"].astype(np.int64))
+        jet = torch.from_numpy(np.array(code["jet"], np.float32))
+        pt = torch.from_numpy(np.exp(code["log_pt"].astype(np.float64) / log_pt_scale))
+        deta, dphi = (torch.from_numpy(code[name].astype(np.float64) / angle_scale) for name in ("deta", "dphi"))
+        eta = deta + torch.repeat_interleave(jet[:, 1].double(), counts)
+        particles = torch.stack([pt, deta, dphi, pt * eta.cosh()], 1).float()
+        return Jets(counts, particles, jet, torch.from_numpy(code["kind"].astype(np.int64)))
+
+
+def kind_number(name: str) -> int:
+    if name not in KINDS:
+        raise ValueError(f"there is no kind of jet '{name}'. Known: {', '.join(KINDS)}.")
+    return KINDS.index(name)
+
+
+def wrapped(angle: Tensor) -> Tensor:
+    """An angle between -pi and pi."""
+    return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
+
+
+def jets_from_p4(p4: Tensor, kind: Tensor, jet: Tensor | None = None) -> Jets:
+    """Jets from zero-padded E, px, py, pz of the particles, in any order of pT.
+
+    Args:
+        p4: (jets, particles, 4); rows of zeros are no particles.
+        kind: (jets,), numbers into `KINDS`.
+        jet: (jets, 4), E, px, py, pz of the jets; None is the sum of the particles.
+    """
+    p4 = p4.double()
+    total = p4.sum(1) if jet is None else jet.double()
+    pt = p4[..., 1].hypot(p4[..., 2])
+    order = pt.argsort(dim=1, descending=True, stable=True)
+    p4, pt = p4.gather(1, order[..., None].expand_as(p4)), pt.gather(1, order)
+    real = pt > 0
+    jet_pt = total[:, 1].hypot(total[:, 2])
+    jet_eta, jet_phi = (total[:, 3] / jet_pt).asinh(), torch.atan2(total[:, 2], total[:, 1])
+    mass = (total[:, 0] ** 2 - (total[:, 1:] ** 2).sum(1)).clamp_min(0).sqrt()
+    deta = (p4[..., 3] / torch.where(real, pt, 1.0)).asinh() - jet_eta[:, None]
+    dphi = wrapped(torch.atan2(p4[..., 2], p4[..., 1]) - jet_phi[:, None])
+    particles = torch.stack([pt, deta, dphi, p4[..., 0]], -1)[real].float()
+    return Jets(real.sum(1), particles, torch.stack([jet_pt, jet_eta, jet_phi, mass, total[:, 0]], 1).float(), kind.long())

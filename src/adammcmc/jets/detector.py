@@ -1,0 +1,193 @@
+"""A small detector in the style of the Delphes ATLAS card: tracks, towers, and energy flow.
+
+1. Charged particles bend in a solenoid; soft ones curl up inside it and never reach the calorimeter.
+2. A charged particle becomes a track with an efficiency, its pT smeared.
+3. What reaches the calorimeter adds to the towers, 0.1 in eta and 10 degrees in phi, of an electromagnetic and a hadronic
+   layer; photons and hadrons have the same towers. A tower's energy is smeared.
+4. Energy flow: all tracks, and a neutral particle wherever a tower's energy exceeds that of its tracks by more than
+   `min_significance` standard deviations and a least energy. Where it does not, the tracks of the tower take the weighted
+   mean of the two measurements.
+
+Everything works on the particles of many events at once: flat arrays, and the event of each particle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Detector", "Flow", "Particles"]
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+class Particles(NamedTuple):
+    """Stable particles of many events."""
+
+    event: Integers
+    pdg: Integers
+    charge: Floats
+    pt: Floats
+    eta: Floats
+    phi: Floats
+    mass: Floats
+
+
+class Flow(NamedTuple):
+    """What the detector saw: massless energy-flow objects of many events."""
+
+    event: Integers
+    pt: Floats
+    eta: Floats
+    phi: Floats
+
+
+@dataclass(frozen=True)
+class Detector:
+    """The numbers of the card; `Detector()` is what `generate` uses.
+
+    Args:
+        field: of the solenoid, Tesla.
+        radius: of the calorimeter's front, metres.
+        tower_eta: width of a tower.
+        tower_phi: width of a tower, degrees.
+        min_ecal: least energy of an electromagnetic excess, GeV.
+        min_hcal: least energy of a hadronic excess, GeV.
+        min_significance: of an excess, in standard deviations of the tower and its tracks.
+    """
+
+    field: float = 2.0
+    radius: float = 1.15
+    tower_eta: float = 0.1
+    tower_phi: float = 10.0
+    min_ecal: float = 0.5
+    min_hcal: float = 1.0
+    min_significance: float = 2.0
+
+    def __call__(self, seen: Particles, random: np.random.Generator) -> Flow:
+        """Energy flow of these events."""
+        seen = _chosen(seen, (np.abs(seen.eta) < 4.9) & ~np.isin(np.abs(seen.pdg), _INVISIBLE))
+        charged = seen.charge != 0
+        is_track = charged & (random.random(len(seen.pt)) < _efficiency(seen))
+        sigma = _track_resolution(seen)
+        track_pt = np.where(is_track, _lognormal(seen.pt, seen.pt * sigma, random), 0.0)
+        track_energy = track_pt * np.cosh(seen.eta)
+        tower, reaches = self._towers(seen)
+        flow_pt, neutral = track_pt.copy(), []
+        energy = np.hypot(seen.pt * np.cosh(seen.eta), seen.mass)
+        is_muon = np.abs(seen.pdg) == 13
+        is_electromagnetic = np.isin(np.abs(seen.pdg), (11, 22))
+        ecal_share = np.where(is_electromagnetic, 1.0, np.where(np.isin(np.abs(seen.pdg), (310, 3122)), 0.3, 0.0))
+        for share, resolution, least in (
+            (ecal_share, _ecal_resolution, self.min_ecal),
+            (1.0 - ecal_share, _hcal_resolution, self.min_hcal),
+        ):
+            hit = reaches & ~is_muon & (share > 0)
+            if not hit.any():
+                continue
+            numbers, place = np.unique(tower[hit], return_inverse=True)
+            eta = (numbers % _PER_EVENT // _PHI_BINS) * self.tower_eta - _ETA_EDGE  # lower edges
+            phi = (numbers % _PER_EVENT % _PHI_BINS) * np.deg2rad(self.tower_phi) - np.pi
+            deposit = _sums(place, (energy * share)[hit], len(numbers))
+            measured = _lognormal(deposit, resolution(deposit, eta), random)
+            error = resolution(measured, eta)
+            tracks = _sums(place, (track_energy * share)[hit], len(numbers))
+            track_variance = _sums(place, ((track_energy * share * sigma) ** 2)[hit], len(numbers))
+            excess = measured - tracks
+            is_excess = (excess > least) & (excess > self.min_significance * np.sqrt(error**2 + track_variance))
+            # no excess: the best estimate of the tracks' energy weighs both measurements
+            weight = track_variance / np.maximum(track_variance + error**2, 1e-12)
+            best = np.where(is_excess | (tracks <= 0), 1.0, 1 + weight * (excess / np.where(tracks > 0, tracks, 1.0)))
+            scale = np.ones(len(seen.pt))
+            scale[hit] = best[place]
+            flow_pt *= np.where(share == 1, scale, 1.0)
+            where = np.flatnonzero(is_excess)
+            # the position of a tower is anywhere in it
+            tower_eta = eta[where] + self.tower_eta * random.random(len(where))
+            tower_phi = phi[where] + np.deg2rad(self.tower_phi) * random.random(len(where))
+            neutral.append((numbers[where] // _PER_EVENT, excess[where] / np.cosh(tower_eta), tower_eta, tower_phi))
+        kept = is_track & (flow_pt > 0)
+        columns = [
+            (seen.event[kept], flow_pt[kept], seen.eta[kept], seen.phi[kept]),
+            *neutral,
+        ]
+        event, *rest = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+        order = np.argsort(event, kind="stable")
+        return Flow(event[order], *(column[order] for column in rest))
+
+    def _towers(self, seen: Particles) -> tuple[Integers, NDArray[np.bool_]]:
+        """The tower that each particle points to, and whether it gets there."""
+        charged = seen.charge != 0
+        # a helix of radius rho = pT / (0.3 q B) reaches the calorimeter if its diameter does
+        ratio = np.where(charged, 0.15 * np.abs(seen.charge) * self.field * self.radius / np.maximum(seen.pt, 1e-9), 0.0)
+        reaches = ratio < 1
+        turn = np.arcsin(np.minimum(ratio, 1.0))
+        stretch = np.where(ratio > 1e-6, turn / np.maximum(ratio, 1e-6), 1.0)  # of the arc over the straight line
+        eta = np.arcsinh(np.sinh(seen.eta) * stretch)
+        reaches &= np.abs(eta) < _ETA_EDGE
+        phi = np.remainder(seen.phi - np.sign(seen.charge) * turn + np.pi, 2 * np.pi)
+        eta_bin = np.floor((np.clip(eta, -4.89, 4.89) + _ETA_EDGE) / self.tower_eta).astype(np.int64)
+        phi_bin = np.minimum((phi / np.deg2rad(self.tower_phi)).astype(np.int64), _PHI_BINS - 1)
+        return seen.event * _PER_EVENT + eta_bin * _PHI_BINS + phi_bin, reaches
+
+
+_INVISIBLE = (12, 14, 16)
+_ETA_EDGE = 4.9
+_PHI_BINS = 36
+_PER_EVENT = 1 << 13
+
+
+def _sums(place: Integers, values: Floats, number: int) -> Floats:
+    """Of the values at each place."""
+    return np.bincount(place, values, number).astype(np.float64)
+
+
+def _chosen(seen: Particles, mask: NDArray[np.bool_]) -> Particles:
+    return Particles(seen.event[mask], seen.pdg[mask], *(column[mask] for column in seen[2:]))
+
+
+def _efficiency(seen: Particles) -> Floats:
+    """Of tracks, by species, pT and eta."""
+    eta, pt, pdg = np.abs(seen.eta), seen.pt, np.abs(seen.pdg)
+    central = np.select([pt <= 0.1, pt <= 1.0], [0.0, 0.70], 0.95)
+    forward = np.select([pt <= 0.1, pt <= 1.0], [0.0, 0.60], 0.85)
+    electron_central = np.select([pt <= 0.1, pt <= 1.0, pt <= 100], [0.0, 0.73, 0.95], 0.99)
+    electron_forward = np.select([pt <= 0.1, pt <= 1.0, pt <= 100], [0.0, 0.50, 0.83], 0.90)
+    muon_central = np.select([pt <= 0.1, pt <= 1.0], [0.0, 0.75], 0.99)
+    muon_forward = np.select([pt <= 0.1, pt <= 1.0], [0.0, 0.70], 0.98)
+    inner = np.select([pdg == 11, pdg == 13], [electron_central, muon_central], central)
+    outer = np.select([pdg == 11, pdg == 13], [electron_forward, muon_forward], forward)
+    return np.select([eta <= 1.5, eta <= 2.5], [inner, outer], 0.0)
+
+
+def _track_resolution(seen: Particles) -> Floats:
+    """sigma(pT) / pT."""
+    eta = np.abs(seen.eta)
+    constant: Floats = np.select([eta <= 0.5, eta <= 1.5], [0.06, 0.10], 0.25)
+    slope = np.select([eta <= 0.5, eta <= 1.5], [1.3e-3, 1.7e-3], 3.1e-3)
+    return np.asarray(np.hypot(constant, seen.pt * slope), np.float64)
+
+
+def _ecal_resolution(energy: Floats, eta: Floats) -> Floats:
+    central = np.hypot(0.0017 * energy, 0.101 * np.sqrt(energy))
+    forward = np.hypot(0.035 * energy, 0.285 * np.sqrt(energy))
+    return np.where(np.abs(eta) <= 3.2, central, forward)
+
+
+def _hcal_resolution(energy: Floats, eta: Floats) -> Floats:
+    barrel = np.sqrt((0.0302 * energy) ** 2 + 0.5205**2 * energy + 1.59**2)
+    endcap = np.hypot(0.05 * energy, 0.706 * np.sqrt(energy))
+    forward = np.hypot(0.0942 * energy, 1.0 * np.sqrt(energy))
+    return np.select([np.abs(eta) <= 1.7, np.abs(eta) <= 3.2], [barrel, endcap], forward)
+
+
+def _lognormal(mean: Floats, sigma: Floats, random: np.random.Generator) -> Floats:
+    """Positive, with this mean and standard deviation."""
+    positive = mean > 0
+    square = np.log1p((sigma / np.where(positive, mean, 1.0)) ** 2)
+    drawn: Any = np.where(positive, mean, 0.0) * np.exp(np.sqrt(square) * random.standard_normal(len(mean)) - 0.5 * square)
+    return np.asarray(drawn, np.float64)

@@ -1,0 +1,143 @@
+"""What a network sees of a jet: the seven features of the paper's configuration, and the first neighbours.
+
+    log pT             (- 1.7) x 0.7        log E             (- 2.0) x 0.7
+    log pT / pT_jet    (+ 4.7) x 0.7        log E / E_jet     (+ 4.7) x 0.7
+    dR                 (- 0.2) x 4          delta eta, delta phi
+
+Each is clipped to +-5; the 128 hardest particles are used. The points of the first graph are (delta eta, delta phi).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adammcmc.data import Indexed
+from adammcmc.jets.data import Jets, Rows
+from adammcmc.jets.particlenet import Cloud, nearest
+
+__all__ = ["FEATURES", "JetData", "cloud_of", "features", "padded_inputs"]
+
+FEATURES = ("log_pt", "log_e", "log_pt_rel", "log_e_rel", "dr", "deta", "dphi")
+MAX_PARTICLES = 128
+
+
+def features(particles: Tensor, jet: Tensor) -> Tensor:
+    """The seven features, (rows, 7).
+
+    Args:
+        particles: (rows, 4): pT, delta eta, delta phi, E.
+        jet: (rows, 5): pT, eta, phi, mass, E of each particle's jet.
+    """
+    pt, deta, dphi, energy = particles.unbind(1)
+    log_pt, log_e = pt.log(), energy.log()
+    columns = (
+        (log_pt - 1.7) * 0.7,
+        (log_e - 2.0) * 0.7,
+        (log_pt - jet[:, 0].log() + 4.7) * 0.7,
+        (log_e - jet[:, 4].log() + 4.7) * 0.7,
+        (torch.hypot(deta, dphi) - 0.2) * 4.0,
+        deta,
+        dphi,
+    )
+    return torch.stack(columns, 1).clamp(-5.0, 5.0)
+
+
+def cloud_of(jets: Jets, *, num_neighbours: int = 16, max_particles: int = MAX_PARTICLES) -> Cloud:
+    """The jets as one packed batch, with the first graph."""
+    jets = jets.leading(max_particles)
+    neighbours = [_first_graph(jets[i : i + 4096], num_neighbours, max_particles) for i in range(0, len(jets), 4096)]
+    return Cloud(jets.counts, jets.particles[:, 1:3], features(jets.particles, jets.jet[jets.owner]), torch.cat(neighbours))
+
+
+def _first_graph(jets: Jets, k: int, width: int) -> Tensor:
+    return nearest(jets.particles[:, 1:3].double(), jets.rows, k, width)
+
+
+def cloud_bytes(jets: Jets, num_neighbours: int = 16) -> int:
+    """What `cloud_of` takes, in bytes."""
+    return len(jets.particles) * (4 * (2 + len(FEATURES)) + num_neighbours) + 16 * len(jets)
+
+
+def padded_inputs(jets: Jets, max_particles: int = MAX_PARTICLES) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for the padded path, and for weaver-core's model: points, features, mask, each (jets, channels, particles)."""
+    jets = jets.leading(max_particles)
+    seen = torch.cat([jets.particles[:, 1:3], features(jets.particles, jets.jet[jets.owner])], 1)
+    full = torch.zeros(len(jets), max_particles, seen.shape[1])
+    mask = torch.zeros(len(jets), max_particles, 1)
+    full[jets.owner, jets.rank], mask[jets.owner, jets.rank] = seen, torch.ones(1)
+    full, mask = full.transpose(1, 2), mask.transpose(1, 2)
+    return full[:, :2].contiguous(), full[:, 2:].contiguous(), mask.contiguous()
+
+
+class JetData(Indexed):
+    """Jets as training data: batches (cloud, labels) for `sample`, in an order that the seed fixes.
+
+    All is computed once and lies on `device`; a batch is a few gathers there. The device never has to be asked how many
+    particles a batch has: their numbers are known on the host too.
+
+    Args:
+        jets: what to serve.
+        batch_size: jets in a batch; None is all.
+        device: where the data lie, and the batches.
+        labels: (jets,) classes; None takes the kinds: 0 is QCD, 1 is top.
+        num_neighbours: of the first graph; the network's k.
+
+    Example:
+        >>> from adammcmc.jets import bundled, read_jets
+        >>> data = JetData(read_jets(bundled("jets"), max_jets=1000), batch_size=64)
+        >>> cloud, labels = next(data)
+        >>> len(cloud.counts), labels.shape
+        (64, torch.Size([64]))
+    """
+
+    def __init__(
+        self,
+        jets: Jets,
+        batch_size: int | None = None,
+        *,
+        device: str | torch.device = "cpu",
+        labels: Tensor | None = None,
+        num_neighbours: int = 16,
+        max_particles: int = MAX_PARTICLES,
+    ) -> None:
+        cloud = cloud_of(jets, num_neighbours=num_neighbours, max_particles=max_particles)
+        labels = jets.kind if labels is None else labels
+        if len(labels) != len(jets):
+            raise ValueError(f"{len(jets)} jets need as many labels, got {len(labels)}.")
+        self._device = torch.device(device)
+        self._host_counts = cloud.counts
+        self._cloud = Cloud(*(tensor.to(self._device) for tensor in cloud))
+        self._first = (cloud.counts.cumsum(0) - cloud.counts).to(self._device)
+        self._labels = labels.long().to(self._device)
+        super().__init__(len(jets), batch_size)
+
+    def __next__(self) -> tuple[Cloud, Tensor]:
+        if self._order is None:
+            everything = self.batch_size == self.num_data
+            self._order = torch.arange(self.num_data) if everything else self._permutation(self._epoch)
+            self._order_there = self._order.to(self._device, non_blocking=True)
+        rows = slice(self._position * self.batch_size, (self._position + 1) * self.batch_size)
+        total = int(self._host_counts[self._order[rows]].sum())
+        chosen = self._order_there[rows]
+        self._advance()
+        return self._gather(chosen, total)
+
+    def fetch(self, indices: slice | Tensor) -> tuple[Cloud, Tensor]:
+        numbers = torch.arange(self.num_data)[indices] if isinstance(indices, slice) else indices.cpu()
+        return self._gather(numbers.to(self._device), int(self._host_counts[numbers].sum()))
+
+    def in_order(self, size: int) -> Iterator[tuple[Cloud, Tensor]]:
+        for start in range(0, self.num_data, size):
+            yield self.fetch(slice(start, start + size))
+
+    def _gather(self, chosen: Tensor, total: int) -> tuple[Cloud, Tensor]:
+        """These jets, which have so many particles."""
+        counts = self._cloud.counts[chosen]
+        where = Rows.of(counts, total)
+        rows = self._first[chosen][where.owner] + where.rank
+        parts: list[Any] = [tensor.index_select(0, rows) for tensor in self._cloud[1:]]
+        return Cloud(counts, *parts), self._labels[chosen]

@@ -1,0 +1,132 @@
+"""Pictures of a tagger and its posterior. Each panel is a function of its axes; three of them make a figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adammcmc.jets.data import KINDS, Jets
+from adammcmc.jets.tagging import evaluate, groups, mutual_information_by_pt, roc, scores_of
+from adammcmc.predictive import Prediction
+
+__all__ = ["draw_others", "draw_tagging", "panel_groups", "panel_information", "panel_roc"]
+
+# Okabe and Ito's colours: told apart by everyone. The marker tells as well.
+_OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+COLOURS = dict(zip(KINDS, _OKABE_ITO, strict=True))
+_MARKERS = dict(zip(KINDS, "os^vDPX*", strict=True))
+LABELS = dict(zip(KINDS, ("QCD", "top", "W", "Z", "H → bb", "H → WW", "quark", "gluon"), strict=True))
+EDGES = (500.0, 550.0, 650.0, 750.0, 850.0, 1000.0)
+
+
+def draw_tagging(path: Path, prediction: Prediction, jets: Jets) -> None:
+    """ROC curve, and mean prediction and spread by class and correctness."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    panel_roc(left, prediction, jets.kind)
+    panel_groups(right, prediction, jets.kind)
+    figure.savefig(path, dpi=140)
+
+
+def draw_others(path: Path, seen: tuple[Jets, Prediction], elsewhere: tuple[Jets, Prediction]) -> None:
+    """Mutual information against pT, of jets like those of the training and of others."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
+    panel_information(figure.subplots(), seen, elsewhere)
+    figure.savefig(path, dpi=140)
+
+
+def panel_roc(axes: Any, prediction: Prediction, labels: Tensor) -> None:
+    """Background rejection against signal efficiency, of the mean prediction."""
+    numbers = evaluate(prediction, labels)
+    signal, background = roc(scores_of(prediction), labels)
+    shown = background > 0
+    axes.plot(signal[shown], 1 / background[shown], color=COLOURS["qcd"])
+    for efficiency, value in ((0.3, numbers.rejection_30), (0.5, numbers.rejection_50)):
+        if value.value < float("inf"):
+            axes.errorbar(efficiency, value.value, value.error, marker="o", color=COLOURS["top"], capsize=3)
+    axes.set(
+        yscale="log",
+        xlim=(0, 1),
+        ylim=(1, None),
+        xlabel="signal efficiency",
+        ylabel="background rejection",
+        title=f"Tagging: accuracy {numbers.accuracy.value:.3f}, AUC {numbers.auc.value:.3f}",
+    )
+    axes.grid(alpha=0.3)
+
+
+def panel_groups(axes: Any, prediction: Prediction, labels: Tensor) -> None:
+    """Posterior spread by true class and correctness: median and middle half of the jets."""
+    found = groups(scores_of(prediction), prediction.spread[:, 1], labels)
+    for place, (name, band) in enumerate(found.items()):
+        low, middle, high = band.spread
+        colour = COLOURS[name.split(",")[0]]
+        axes.bar(place, high - low, bottom=low, width=0.6, color=colour, alpha=0.35)
+        axes.hlines(middle, place - 0.3, place + 0.3, color=colour, linewidth=2.5)
+        axes.annotate(f"{middle:.3f}", (place, high), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9)
+    names = [f"{LABELS[n.split(', ')[0]]}\n{n.split(', ')[1]}" for n in found]
+    axes.set_xticks(range(len(found)), [f"{name}\n({band.jets:,})" for name, band in zip(names, found.values(), strict=True)])
+    axes.set(ylabel="spread of the score, 75% - 25%", title="Posterior spread, by class and correctness")
+    axes.margins(y=0.2)
+    axes.set_ylim(bottom=0)
+
+
+def panel_information(axes: Any, seen: tuple[Jets, Prediction], elsewhere: tuple[Jets, Prediction]) -> None:
+    """Mean mutual information against pT: bands for jets like those of the training, points for others."""
+    jets, prediction = seen
+    for name in ("top", "qcd"):
+        values = prediction.mutual_information[jets.kind == KINDS.index(name)]
+        low, high = jets.jet[:, 0].aminmax()
+        label = f"{LABELS[name]}, held out"
+        axes.hlines(float(values.mean()), float(low), float(high), color=COLOURS[name], linewidth=6, alpha=0.4, label=label)
+    others, unseen = elsewhere
+    for name, bins in mutual_information_by_pt(unseen.mutual_information, others, EDGES).items():
+        axes.errorbar(
+            [(b.low + b.high) / 2 for b in bins],
+            [b.information.value for b in bins],
+            [b.information.error if b.jets > 1 else 0.0 for b in bins],
+            color=COLOURS[name],
+            marker=_MARKERS[name],
+            markersize=5,
+            capsize=2,
+            linewidth=1,
+            label=LABELS[name],
+        )
+    axes.set(xlabel="jet pT, GeV", ylabel="mutual information, nats", title="Jets it was not trained on")
+    axes.set_ylim(bottom=0)
+    axes.legend(ncols=2, fontsize=7, loc="upper right")
+    axes.margins(y=0.25)
+
+
+def draw_observables(path: Path, samples: dict[str, dict[str, Tensor]], kinds: dict[str, Tensor]) -> None:
+    """Twelve observables of several samples side by side, top and QCD apart.
+
+    Args:
+        path: of the picture.
+        samples: name of a sample -> its observables by name.
+        kinds: name of a sample -> kinds of its jets.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 8.5), layout="constrained")
+    names = list(next(iter(samples.values())))
+    for axes, name in zip(figure.subplots(3, 4).flat, names, strict=True):
+        together = torch.cat([sample[name] for sample in samples.values()])
+        edges = torch.linspace(float(together.quantile(0.002)), float(together.quantile(0.998)), 26)
+        for (sample, values), style in zip(samples.items(), ({"linestyle": "-"}, {"linestyle": "--"}), strict=False):
+            for kind in ("qcd", "top"):
+                chosen = values[name][kinds[sample] == KINDS.index(kind)].clamp(edges[0], edges[-1])
+                heights, _ = torch.histogram(chosen.float(), edges)
+                label = f"{LABELS[kind]}, {sample}"
+                axes.stairs(heights / heights.sum(), edges, color=COLOURS[kind], label=label, **style)
+        axes.set_xlabel(name)
+        axes.set_yticks([])
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,297 @@
+"""Files of jets: the field's formats and our own, read in chunks.
+
+    .h5, .hdf5   the Top Quark Tagging Reference Dataset: a pandas table with E_0, PX_0, PY_0, PZ_0, ..., is_signal_new
+    .root        JetClass: a tree with part_px, part_py, part_pz, part_energy and label_*
+    .npz         energyflow's quark and gluon jets (X, y); or our own compact code
+    .parquet     our own compact code, a jet a row
+
+Our compact code is that of `Jets.encode`: about 0.25 kB a jet on disk. A folder is all its files, in the order of their names.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from adammcmc.jets.data import KINDS, Jets, jets_from_p4
+
+__all__ = ["JetFileError", "read_jets", "stream_jets", "write_jets"]
+
+_CHUNK = 20_000
+
+
+class JetFileError(ValueError):
+    """A file that holds no jets, other columns than its format has, or less than it says."""
+
+
+def read_jets(paths: str | Path | Sequence[str | Path], max_jets: int | None = None) -> Jets:
+    """All jets of these files (or folders) in memory: about 0.9 kB a jet. `max_jets` takes equally many of each file.
+
+    Example:
+        >>> jets = read_jets(bundled("jets"), max_jets=100)
+        >>> len(jets)
+        100
+    """
+    files = _files(paths)
+    each = None if max_jets is None else -(-max_jets // len(files))
+    jets = Jets.cat(part for path in files for part in _first(path, each))
+    return jets if max_jets is None else jets[:max_jets]
+
+
+def _first(path: Path, number: int | None) -> Iterator[Jets]:
+    """So many jets of one file."""
+    left = number
+    for part in stream_jets(path):
+        yield part if left is None else part[:left]
+        if left is not None:
+            left -= len(part)
+            if left <= 0:
+                return
+
+
+def stream_jets(paths: str | Path | Sequence[str | Path], chunk: int = _CHUNK) -> Iterator[Jets]:
+    """The jets of these files (or folders), about `chunk` at a time (our .npz: a file at a time)."""
+    for path in _files(paths):
+        reader = _READERS[path.suffix]
+        first = 0
+        with _explained(path):
+            for part in reader(path, chunk):
+                yield _checked(path, part, first)
+                first += len(part)
+            if first == 0:
+                raise JetFileError(f"'{path}' holds no jets.")
+
+
+def write_jets(path: str | Path, jets: Jets) -> None:
+    """Write our own format, .npz or .parquet. The file appears whole or not at all."""
+    path = Path(path)
+    if path.suffix not in _WRITERS:
+        raise ValueError(f"jets are written to .npz or .parquet, got '{path.name}'.")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
+    try:
+        _WRITERS[path.suffix](temporary, jets)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def bundled(name: str) -> Path:
+    """A sample that comes with the library: 'jets' (top and QCD in the reference window) or 'others' (all kinds, 0.5-1 TeV)."""
+    return Path(__file__).parent / "bundled" / f"{name}.npz"
+
+
+def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+    given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    found: list[Path] = []
+    for path in given:
+        if path.is_dir():
+            inside = sorted(p for p in path.iterdir() if p.suffix in _READERS and not p.name.startswith("."))
+            if not inside:
+                raise FileNotFoundError(f"the folder '{path}' holds no files of jets ({', '.join(_READERS)}).")
+            found += inside
+        elif not path.exists():
+            raise FileNotFoundError(f"there is no file '{path}'.")
+        elif path.suffix not in _READERS:
+            raise JetFileError(f"'{path}' is none of the formats that are known: {', '.join(_READERS)}.")
+        else:
+            found.append(path)
+    if not found:
+        raise FileNotFoundError("no file of jets was given.")
+    return found
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """A reader's own words for a broken file, with the name of the file."""
+    try:
+        yield
+    except (JetFileError, ImportError, MemoryError):
+        raise
+    except (OSError, EOFError, ValueError, KeyError, IndexError, zipfile.BadZipFile, zlib.error) as error:
+        raise JetFileError(f"'{path}' cannot be read ({type(error).__name__}: {error}). Is it whole?") from error
+    except Exception as error:
+        # pyarrow, uproot and PyTables have exceptions of their own, and none of them must be installed here
+        if type(error).__module__.split(".")[0] not in {"pyarrow", "uproot", "tables", "awkward", "h5py"}:
+            raise
+        raise JetFileError(f"'{path}' cannot be read ({type(error).__name__}: {error}). Is it whole?") from error
+
+
+def _checked(path: Path, jets: Jets, first: int) -> Jets:
+    """No jet without particles, no number that is none."""
+    if bool((jets.counts == 0).any()):
+        raise JetFileError(f"'{path}': event {first + int(jets.counts.argmin())} has no particles.")
+    bad = (~jets.jet.isfinite()).any(1)
+    bad[jets.owner[(~jets.particles.isfinite()).any(1)]] = True
+    if bool(bad.any()):
+        raise JetFileError(f"'{path}': event {first + int(bad.int().argmax())} has a number that is not finite.")
+    return jets
+
+
+def _need(module: str, extra: str = "physics") -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"this file needs {error.name}. Run: pip install 'adammcmc[{extra}]'", name=error.name) from error
+
+
+def _require(path: Path, wanted: Iterable[str], present: Iterable[str]) -> None:
+    there = set(present)
+    for name in wanted:
+        if name not in there:
+            known = ", ".join(sorted(there)[:8])
+            raise JetFileError(f"'{path}' has no column '{name}'. Its columns begin: {known}.")
+
+
+# --- readers: path, chunk -> parts ----------------------------------------------------------------------------------------
+
+
+def _read_reference(path: Path, chunk: int) -> Iterator[Jets]:
+    pandas = _need("pandas")
+    _need("tables")
+    with pandas.HDFStore(path, "r") as store:
+        if "/table" not in store.keys():  # noqa: SIM118  (a store iterates over its keys, but `in` asks for more)
+            raise JetFileError(f"'{path}' has no table 'table'. It holds: {', '.join(store.keys()) or 'nothing'}.")
+        total = store.get_storer("table").nrows
+        if total is None:
+            raise JetFileError(f"'{path}': 'table' is not in pandas' table format, so that it cannot be read in chunks.")
+        columns: list[str] = []
+        for start in range(0, total, chunk):
+            frame = store.select("table", start=start, stop=min(start + chunk, total))
+            if not columns:
+                width = sum(str(name).startswith("E_") for name in frame.columns)
+                columns = [f"{name}_{i}" for i in range(max(1, width)) for name in ("E", "PX", "PY", "PZ")]
+                _require(path, [*columns, "is_signal_new"], frame.columns)
+            p4 = torch.from_numpy(frame[columns].to_numpy(np.float32).reshape(len(frame), -1, 4).copy())
+            yield jets_from_p4(p4, torch.from_numpy(frame["is_signal_new"].to_numpy(np.int64).copy()))
+
+
+_JETCLASS = {
+    "label_QCD": "qcd",
+    "label_Tbqq": "top",
+    "label_Wqq": "w",
+    "label_Zqq": "z",
+    "label_Hbb": "h_bb",
+    "label_H4q": "h_ww",
+    "label_Hcc": None,
+    "label_Hgg": None,
+    "label_Hqql": None,
+    "label_Tbl": None,
+}
+
+
+def _read_jetclass(path: Path, chunk: int) -> Iterator[Jets]:
+    uproot, ak = _need("uproot"), _need("awkward")
+    momenta = ["part_energy", "part_px", "part_py", "part_pz"]
+    with uproot.open(path) as file:
+        if "tree" not in file:
+            raise JetFileError(f"'{path}' has no tree 'tree'. It holds: {', '.join(file.keys()) or 'nothing'}.")
+        tree = file["tree"]
+        _require(path, [*momenta, *_JETCLASS], tree.keys())
+        for part in tree.iterate([*momenta, *_JETCLASS], step_size=chunk):
+            width = max(1, int(ak.max(ak.num(part["part_px"]), initial=1)))
+            columns = [ak.to_numpy(ak.fill_none(ak.pad_none(part[name], width), 0.0)) for name in momenta]
+            p4 = torch.from_numpy(np.stack(columns, -1).astype(np.float32))
+            kind = torch.full((len(p4),), -1)
+            for label, name in _JETCLASS.items():
+                if name is not None:
+                    kind[torch.from_numpy(np.asarray(part[label]).astype(bool))] = KINDS.index(name)
+            yield jets_from_p4(p4, kind)
+
+
+def _read_npz(path: Path, chunk: int) -> Iterator[Jets]:
+    with np.load(path, allow_pickle=False) as file:
+        if "X" in file.files:
+            yield from _read_energyflow(path, file, chunk)
+            return
+        _require(path, ("n", "log_pt", "deta", "dphi", "jet", "kind", "scale"), file.files)
+        yield _decoded(path, dict(file))
+
+
+def _read_energyflow(path: Path, file: Any, chunk: int) -> Iterator[Jets]:
+    """pT, rapidity, phi and a code of each particle, zero padded; y is 1 for quarks, 0 for gluons. Taken as massless."""
+    _require(path, ("X", "y"), file.files)
+    momenta, labels = file["X"], file["y"]
+    if momenta.ndim != 3 or momenta.shape[2] < 3 or len(labels) != len(momenta):
+        raise JetFileError(
+            f"'{path}': X must be (jets, particles, 3 or more) and y (jets,), got {momenta.shape}, {labels.shape}."
+        )
+    for start in range(0, len(momenta), chunk):
+        pt, eta, phi = torch.from_numpy(momenta[start : start + chunk, :, :3].astype(np.float64)).unbind(-1)
+        p4 = torch.stack([pt * eta.cosh(), pt * phi.cos(), pt * phi.sin(), pt * eta.sinh()], -1)
+        is_quark = torch.from_numpy(labels[start : start + chunk].astype(np.int64)) == 1
+        yield jets_from_p4(p4, torch.where(is_quark, KINDS.index("quark"), KINDS.index("gluon")))
+
+
+def _read_parquet(path: Path, chunk: int) -> Iterator[Jets]:
+    parquet = _need("pyarrow.parquet")
+    with parquet.ParquetFile(path) as file:
+        _require(path, ("log_pt", "deta", "dphi", "jet", "kind"), file.schema_arrow.names)
+        scale = (file.schema_arrow.metadata or {}).get(b"scale")
+        if scale is None:
+            raise JetFileError(f"'{path}' is not a file of ours: its metadata have no 'scale'.")
+        for batch in file.iter_batches(batch_size=chunk):
+            lists = {name: batch.column(name) for name in ("log_pt", "deta", "dphi", "jet")}
+            code = {name: column.flatten().to_numpy() for name, column in lists.items()}
+            code["n"] = np.diff(lists["log_pt"].offsets.to_numpy())
+            code["jet"] = code["jet"].reshape(-1, 5)
+            code["kind"] = batch.column("kind").to_numpy()
+            code["scale"] = np.array([float(x) for x in scale.split()])
+            yield _decoded(path, code)
+
+
+def _decoded(path: Path, code: dict[str, np.ndarray[Any, Any]]) -> Jets:
+    total = int(code["n"].astype(np.int64).sum())
+    for name in ("log_pt", "deta", "dphi"):
+        if len(code[name]) != total:
+            raise JetFileError(f"'{path}': the jets have {total} particles, column '{name}' has {len(code[name])}.")
+    for name in ("jet", "kind"):
+        if len(code[name]) != len(code["n"]):
+            raise JetFileError(f"'{path}' has {len(code['n'])} jets, column '{name}' has {len(code[name])}.")
+    return Jets.decode(code)
+
+
+_READERS: dict[str, Callable[[Path, int], Iterator[Jets]]] = {
+    ".h5": _read_reference,
+    ".hdf5": _read_reference,
+    ".root": _read_jetclass,
+    ".npz": _read_npz,
+    ".parquet": _read_parquet,
+}
+
+
+# --- writers --------------------------------------------------------------------------------------------------------------
+
+
+def _write_npz(path: Path, jets: Jets) -> None:
+    # with one fixed date, so that the same jets give the same bytes, and a checksum means something
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name, array in jets.encode().items():
+            entry = zipfile.ZipInfo(f"{name}.npy", (1980, 1, 1, 0, 0, 0))
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            with archive.open(entry, "w") as file:
+                np.lib.format.write_array(file, array, allow_pickle=False)
+
+
+def _write_parquet(path: Path, jets: Jets) -> None:
+    arrow, parquet = _need("pyarrow"), _need("pyarrow.parquet")
+    code = jets.encode()
+    offsets = arrow.array(jets.offsets.numpy().astype(np.int32))
+    columns = {name: arrow.ListArray.from_arrays(offsets, code[name]) for name in ("log_pt", "deta", "dphi")}
+    columns["jet"] = arrow.FixedSizeListArray.from_arrays(code["jet"].reshape(-1), 5)
+    columns["kind"] = arrow.array(code["kind"])
+    metadata = {"scale": " ".join(str(x) for x in code["scale"].tolist()), "kinds": " ".join(KINDS)}
+    table = arrow.table(columns).replace_schema_metadata(metadata)
+    parquet.write_table(table, path, compression="zstd", row_group_size=_CHUNK)
+
+
+_WRITERS: dict[str, Callable[[Path, Jets], None]] = {".npz": _write_npz, ".parquet": _write_parquet}

@@ -1,0 +1,270 @@
+"""ParticleNet (Qu and Gouskos 2019) and ParticleNet-Lite, in plain PyTorch.
+
+A jet is a cloud of particles. A block joins each particle i with its k nearest j, first in (eta, phi), later in the space of
+features, and
+
+    x_i  <-  relu( shortcut(x_i) + mean_j h([x_i, x_j - x_i]) ),    h: three times (linear, BatchNorm, relu)
+
+Both ways of holding the clouds run through the same lines, on a list of rows (particles) and the rows of their neighbours:
+
+- *padded*, the arguments of weaver-core's model: `net(points, features, mask)`, each (jets, channels, particles). Padding takes
+  part in BatchNorm's statistics in training mode, as in weaver-core.
+- *packed*: `net(cloud)`, only real particles; BatchNorm's statistics run over the edges of real particles. In evaluation mode
+  the two are the same function.
+
+The first layer of h costs one product a particle, not one an edge: W [x_i, x_j - x_i] = (W1 - W2) x_i + W2 x_j.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adammcmc.jets.data import Rows
+
+__all__ = ["NOBODY", "Cloud", "ParticleNet", "ParticleNetLite", "nearest"]
+
+NOBODY = 255
+"""In `Cloud.neighbours`: a jet of so few particles has no further neighbour. It counts as one without features."""
+
+
+class Cloud(NamedTuple):
+    """A batch of jets, packed: the particles of the first jet, then those of the second, ...
+
+    Fields are joined by joining their rows, so that batches can be put together.
+    """
+
+    counts: Tensor
+    """(jets,) particles of each jet."""
+    points: Tensor
+    """(particles, 2): delta eta, delta phi."""
+    features: Tensor
+    """(particles, features)."""
+    neighbours: Tensor
+    """(particles, k): the nearest in (eta, phi), by their place in the jet; uint8, `NOBODY` where there is none."""
+
+    def part(self, rows: slice) -> Cloud:
+        """Some of the jets."""
+        start, stop, step = rows.indices(len(self.counts))
+        if step != 1:
+            raise ValueError("a part of a cloud is a run of jets: the step of the slice must be 1.")
+        first, last = self.counts[:start].sum(), self.counts[:stop].sum()
+        inside = slice(int(first), int(last))
+        return Cloud(self.counts[rows], self.points[inside], self.features[inside], self.neighbours[inside])
+
+
+class _RowNorm(nn.BatchNorm2d):
+    """BatchNorm over rows (rows, channels): two to three times faster than over an image of single points, on any device."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() != 2:
+            raise ValueError(f"rows must be (rows, channels), got {tuple(input.shape)}.")
+
+
+class EdgeConv(nn.Module):
+    """One block; names and shapes of its weights are those of weaver-core."""
+
+    def __init__(self, in_channels: int, channels: Sequence[int]) -> None:
+        super().__init__()
+        sizes = [2 * in_channels, *channels]
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 1, bias=False) for a, b in pairwise(sizes))
+        self.bns = nn.ModuleList(_RowNorm(b) for b in channels)
+        self.sc: nn.Module | None = None
+        if in_channels != channels[-1]:
+            self.sc = nn.Conv1d(in_channels, channels[-1], 1, bias=False)
+            self.sc_bn = nn.BatchNorm1d(channels[-1])
+
+    def forward(self, x: Tensor, neighbours: Tensor) -> Tensor:
+        """Features (rows, channels) and neighbours (rows, k); row number `len(x)` is nobody, and has no features."""
+        rows, k = neighbours.shape
+        own, other = _weight(self.convs[0]).chunk(2, 1)
+        here, there = F.linear(x, own - other), F.linear(x, other)
+        there = torch.cat([there, there.new_zeros(1, there.shape[1])])
+        edges = here.unsqueeze(1) + there.index_select(0, neighbours.reshape(-1)).view(rows, k, -1)
+        edges = edges.view(rows * k, -1)
+        for i, bn in enumerate(self.bns):
+            if i > 0:
+                edges = F.linear(edges, _weight(self.convs[i]))
+            edges = F.relu(bn(edges))
+        message = edges.view(rows, k, -1).mean(1)
+        shortcut = x if self.sc is None else self.sc_bn(F.linear(x, _weight(self.sc)))
+        return F.relu(shortcut + message)
+
+
+class ParticleNet(nn.Module):
+    """The paper's network: seven features, two classes, 366,160 parameters. A state dict of weaver-core's model loads.
+
+    Args:
+        num_features: of a particle.
+        num_classes: of jets.
+        blocks: for each, the number of neighbours and the channels of its three layers.
+        hidden: units of the fully connected layer.
+        dropout: behind it.
+        max_particles: the most a packed jet may have.
+
+    Example:
+        >>> net = ParticleNet()
+        >>> sum(p.numel() for p in net.parameters())
+        366160
+        >>> net(torch.randn(4, 2, 30), torch.randn(4, 7, 30), torch.ones(4, 1, 30)).shape
+        torch.Size([4, 2])
+    """
+
+    def __init__(
+        self,
+        num_features: int = 7,
+        num_classes: int = 2,
+        blocks: Sequence[tuple[int, Sequence[int]]] = ((16, (64, 64, 64)), (16, (128, 128, 128)), (16, (256, 256, 256))),
+        hidden: int = 256,
+        dropout: float = 0.1,
+        max_particles: int = 128,
+    ) -> None:
+        super().__init__()
+        most = max(k for k, _ in blocks)
+        if not most < max_particles <= NOBODY:
+            raise ValueError(
+                f"`max_particles` must be more than {most}, the neighbours, and at most {NOBODY}, got {max_particles}."
+            )
+        self.max_particles = max_particles
+        self._neighbours = [k for k, _ in blocks]
+        self.num_neighbours = self._neighbours[0]
+        """That the first graph of a cloud must have."""
+        self.autocast: torch.dtype | None = None
+        """Run under autocast in this dtype (torch.bfloat16); the answer comes in full precision. A setting, not a weight."""
+        self.bn_fts = nn.BatchNorm1d(num_features)
+        sizes = [num_features, *(channels[-1] for _, channels in blocks)]
+        self.edge_convs = nn.ModuleList(EdgeConv(size, channels) for size, (_, channels) in zip(sizes, blocks, strict=False))
+        first = nn.Sequential(nn.Linear(sizes[-1], hidden), nn.ReLU(), nn.Dropout(dropout))
+        self.fc = nn.Sequential(first, nn.Linear(hidden, num_classes))
+
+    def forward(self, points: Tensor | Cloud, features: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Logits (jets, classes), of a `Cloud`, or of padded points, features and mask.
+
+        Args:
+            points: a `Cloud`; or (jets, 2, particles).
+            features: (jets, features, particles), zero where there is no particle.
+            mask: (jets, 1, particles), true for real particles; None: all are.
+        """
+        device = (points.features if isinstance(points, Cloud) else points).device.type
+        # a caller's own autocast is left alone
+        with nullcontext() if self.autocast is None else torch.autocast(device, self.autocast):
+            if isinstance(points, Cloud):
+                return self._forward_packed(points)
+            if features is None:
+                raise TypeError("ParticleNet takes a Cloud, or padded (points, features, mask).")
+            return self._forward_padded(points, features, mask)
+
+    def _forward_packed(self, cloud: Cloud) -> Tensor:
+        where = Rows.of(cloud.counts, len(cloud.points))
+        x = self.bn_fts(cloud.features)
+        for i, (k, block) in enumerate(zip(self._neighbours, self.edge_convs, strict=True)):
+            if i > 0:
+                neighbours = nearest(x, where, k, self.max_particles)
+            elif cloud.neighbours.shape[1] < k:
+                raise ValueError(
+                    f"the cloud has {cloud.neighbours.shape[1]} neighbours for each particle, the network needs {k}: make it "
+                    f"with num_neighbours={k}."
+                )
+            else:
+                neighbours = cloud.neighbours[:, :k]
+            x = block(x, _as_rows(neighbours, where, len(x)))
+        # the mean in full precision: autocast's bfloat16 would lose digits in a sum over a hundred particles
+        total = torch.zeros(len(where.counts), x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        total = total.index_add(0, where.owner, x.to(total.dtype))
+        return self._head(total / where.counts.clamp_min(1).unsqueeze(1))
+
+    def _forward_padded(self, points: Tensor, features: Tensor, mask: Tensor | None) -> Tensor:
+        jets, _, width = points.shape
+        most = max(self._neighbours)
+        if width <= most:
+            raise ValueError(f"padded jets need at least {most + 1} places for particles (zeros are fine), got {width}.")
+        real = torch.ones_like(points[:, :1]) if mask is None else mask
+        real = real.bool().transpose(1, 2)  # (jets, particles, 1)
+        padding = ~real.reshape(-1, 1)
+        first = torch.arange(jets, device=points.device).view(-1, 1, 1) * width
+        x = self.bn_fts(features.transpose(1, 2).reshape(jets * width, -1)).masked_fill(padding, 0)
+        place = points.transpose(1, 2)
+        for i, (k, block) in enumerate(zip(self._neighbours, self.edge_convs, strict=True)):
+            if i > 0:
+                place = x.view(jets, width, -1)
+            neighbours = _nearest_padded(place, real, k)
+            x = block(x, (neighbours + first).view(jets * width, -1)).masked_fill(padding, 0)
+        total = x.view(jets, width, -1).to(torch.promote_types(x.dtype, torch.float32)).sum(1)
+        return self._head(total / real.sum(1).clamp_min(1))
+
+    def _head(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(x)
+        return out if self.autocast is None else out.float()
+
+
+class ParticleNetLite(ParticleNet):
+    """The authors' smaller network, 26 thousand parameters: two blocks, seven neighbours.
+
+    Example:
+        >>> sum(p.numel() for p in ParticleNetLite().parameters())
+        26416
+    """
+
+    def __init__(self, num_features: int = 7, num_classes: int = 2, *, dropout: float = 0.1, max_particles: int = 128) -> None:
+        blocks = ((7, (32, 32, 32)), (7, (64, 64, 64)))
+        super().__init__(num_features, num_classes, blocks, hidden=128, dropout=dropout, max_particles=max_particles)
+
+
+_FAR = 1e9  # where weaver-core puts padding
+
+
+def _weight(conv: nn.Module) -> Tensor:
+    """Of a convolution over single points: a matrix."""
+    weight = conv.weight
+    assert isinstance(weight, Tensor)
+    return weight.flatten(1)
+
+
+def _as_rows(neighbours: Tensor, where: Rows, nobody: int) -> Tensor:
+    """From places in a jet to rows of the batch."""
+    rows = neighbours.long() + where.first[where.owner].unsqueeze(1)
+    return torch.where(neighbours == NOBODY, nobody, rows)
+
+
+@torch.no_grad()
+def nearest(x: Tensor, where: Rows, k: int, width: int) -> Tensor:
+    """The k nearest other particles of the same jet, by their place in it: (rows, k), `NOBODY` where a jet has fewer.
+
+    Args:
+        x: (rows, channels), the particles' positions.
+        where: which jets they belong to.
+        k: how many.
+        width: the most particles a jet has.
+    """
+    places = torch.arange(width, device=x.device)
+    rows = (where.first.unsqueeze(1) + places).clamp_max(len(x) - 1)
+    is_real = (places < where.counts.unsqueeze(1)).unsqueeze(2)
+    # only real particles look for neighbours: less than half of the places
+    neighbours = _first_but_one(_distances(x[rows], is_real)[where.owner, where.rank], k)
+    return neighbours.masked_fill(neighbours >= where.counts[where.owner].unsqueeze(1), NOBODY).to(torch.uint8)
+
+
+@torch.no_grad()
+def _nearest_padded(points: Tensor, is_real: Tensor, k: int) -> Tensor:
+    """The same for (jets, places, channels), as weaver-core chooses them: (jets, places, k)."""
+    return _first_but_one(_distances(points, is_real), k)
+
+
+def _first_but_one(distances: Tensor, k: int) -> Tensor:
+    """Of the k + 1 nearest, the first is nearly always the particle itself, and is left out. (Two particles at one place may be
+    taken for each other: packed, padded and in weaver-core alike.)"""
+    return distances.topk(k + 1, dim=-1, largest=False, sorted=True).indices[..., 1:]
+
+
+def _distances(points: Tensor, is_real: Tensor) -> Tensor:
+    """Squared, (jets, places, channels) -> (jets, places, places); padding lies far away."""
+    with torch.autocast(points.device.type, enabled=False):  # distances need their digits
+        x = points.to(torch.promote_types(points.dtype, torch.float32)).masked_fill(~is_real, _FAR)
+        square = x.square().sum(2, keepdim=True)
+        return (square - 2 * (x @ x.transpose(1, 2)) + square.transpose(1, 2)).clamp_min(0)

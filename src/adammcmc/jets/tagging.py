@@ -1,0 +1,276 @@
+"""How good a tagger is, and what its posterior says: the numbers of the field, each with its error.
+
+A score is the probability of the signal. Efficiency of a cut: the share of jets above it, eps_S of the signal, eps_B of the
+background; rejection: 1 / eps_B at a given eps_S.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adammcmc.jets.data import KINDS, Jets, kind_number
+from adammcmc.predictive import Prediction
+from adammcmc.uncertainty import quantile_of_sorted
+
+__all__ = [
+    "Band",
+    "Measured",
+    "Tagging",
+    "accuracy",
+    "auc",
+    "evaluate",
+    "groups",
+    "mutual_information_by_pt",
+    "read_scores",
+    "rejection",
+    "roc",
+    "write_scores",
+]
+
+
+class Measured(NamedTuple):
+    """A number and its standard error, from the finite number of jets."""
+
+    value: float
+    error: float
+
+    def __str__(self) -> str:
+        digits = 4 if abs(self.value) < 2 else 0
+        return f"{self.value:.{digits}f} +- {self.error:.{digits}f}"
+
+
+# --- how good -------------------------------------------------------------------------------------------------------------
+
+
+def accuracy(scores: Tensor, labels: Tensor) -> Measured:
+    """Share of jets on the right side of 1/2."""
+    scores, is_signal = _checked(scores, labels)
+    p = float(((scores > 0.5) == is_signal).double().mean())
+    return Measured(p, (p * (1 - p) / len(scores)) ** 0.5)
+
+
+def auc(scores: Tensor, labels: Tensor) -> Measured:
+    """Area under the ROC curve: the probability that a signal jet scores higher than a background jet, ties count half.
+
+    The error is DeLong's (1988): from the spread of each jet's own share of jets of the other class that it beats.
+    """
+    scores, is_signal = _checked(scores, labels)
+    signal, background = scores[is_signal].sort().values, scores[~is_signal].sort().values
+
+    def beaten(of: Tensor, others: Tensor) -> Tensor:
+        below = torch.searchsorted(others, of, right=False) + torch.searchsorted(others, of, right=True)
+        return below.double() / (2 * len(others))
+
+    of_signal, of_background = beaten(signal, background), 1 - beaten(background, signal)
+    variance = _variance_of_mean(of_signal) + _variance_of_mean(of_background)
+    return Measured(float(of_signal.mean()), variance**0.5)
+
+
+def rejection(scores: Tensor, labels: Tensor, efficiency: float) -> Measured:
+    """1 / eps_B at this signal efficiency.
+
+    The error has two parts, added in quadrature: the number of background jets above the cut, and the cut itself, which the
+    signal jets place within +- sqrt(eps_S (1 - eps_S) / N_S) of the wanted efficiency. With no background above the cut the
+    rejection is infinite: there are too few jets to measure it.
+    """
+    if not 0 < efficiency < 1:
+        raise ValueError(f"`efficiency` must be between 0 and 1, got {efficiency}.")
+    scores, is_signal = _checked(scores, labels)
+    signal, background = scores[is_signal].sort(descending=True).values, scores[~is_signal].sort().values
+
+    def passed(share: float) -> float:
+        cut = signal[min(len(signal) - 1, max(0, round(share * len(signal)) - 1))]
+        return 1 - int(torch.searchsorted(background, cut)) / len(background)
+
+    eps = passed(efficiency)
+    if eps == 0:
+        return Measured(float("inf"), float("nan"))
+    wobble = (efficiency * (1 - efficiency) / len(signal)) ** 0.5
+    from_cut = (passed(efficiency + wobble) - passed(efficiency - wobble)) / 2
+    error = (eps * (1 - eps) / len(background) + from_cut**2) ** 0.5
+    return Measured(1 / eps, error / eps**2)
+
+
+def roc(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The curve: (eps_S, eps_B), as the cut falls over all scores."""
+    scores, is_signal = _checked(scores, labels)
+    order = scores.argsort(descending=True)
+    ordered, hits = scores[order], is_signal[order].double()
+    last_of_ties = torch.cat([ordered[1:] != ordered[:-1], torch.ones(1, dtype=torch.bool)])
+    return hits.cumsum(0)[last_of_ties] / hits.sum(), (1 - hits).cumsum(0)[last_of_ties] / (1 - hits).sum()
+
+
+class Band(NamedTuple):
+    """A group of jets: how many, and the 25%, 50% and 75% quantiles over them of mean prediction and of posterior spread."""
+
+    jets: int
+    mean: tuple[float, float, float]
+    spread: tuple[float, float, float]
+
+
+def groups(mean: Tensor, spread: Tensor, labels: Tensor) -> dict[str, Band]:
+    """By true class and correctness, as in the paper's Figure 3: "top, right", "top, wrong", "qcd, right", "qcd, wrong".
+
+    Args:
+        mean: the mean prediction over the draws, of the signal.
+        spread: its 75% - 25% range over the draws.
+        labels: 1 for signal.
+    """
+    mean, is_signal = _checked(mean, labels)
+    right = (mean > 0.5) == is_signal
+    found = {}
+    for name, of_class in (("top", is_signal), ("qcd", ~is_signal)):
+        for word, is_right in (("right", right), ("wrong", ~right)):
+            chosen = of_class & is_right
+            found[f"{name}, {word}"] = Band(int(chosen.sum()), _quartiles(mean[chosen]), _quartiles(spread[chosen]))
+    return found
+
+
+@dataclass(frozen=True)
+class Tagging:
+    """A tagger's numbers on a set of jets."""
+
+    jets: int
+    accuracy: Measured
+    auc: Measured
+    rejection_30: Measured
+    rejection_50: Measured
+    groups: dict[str, Band]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.jets:,} jets: accuracy {self.accuracy}, AUC {self.auc}, background rejection {self.rejection_30} at 30% "
+            f"and {self.rejection_50} at 50% signal efficiency"
+        ]
+        for name, band in self.groups.items():
+            low, middle, high = band.spread
+            spread = f"{middle:.4f} [{low:.4f}, {high:.4f}]"
+            lines.append(f"{name:<11} {band.jets:>7,} jets, mean prediction {band.mean[1]:.3f}, spread {spread}")
+        return "\n".join(lines)
+
+
+def evaluate(prediction: Prediction, labels: Tensor) -> Tagging:
+    """All numbers, from `posterior.predict(data)` and the true classes (1 for signal)."""
+    mean, spread = scores_of(prediction), prediction.spread[:, 1]
+    return Tagging(
+        jets=len(mean),
+        accuracy=accuracy(mean, labels),
+        auc=auc(mean, labels),
+        rejection_30=rejection(mean, labels, 0.3),
+        rejection_50=rejection(mean, labels, 0.5),
+        groups=groups(mean, spread, labels),
+    )
+
+
+def scores_of(prediction: Prediction) -> Tensor:
+    """The mean probability of the signal, which is the second of two classes."""
+    if prediction.mean.dim() != 2 or prediction.mean.shape[1] != 2:
+        raise ValueError(
+            f"a tagger has two classes, background and signal; the predictions have {tuple(prediction.mean.shape)}."
+        )
+    return prediction.mean[:, 1]
+
+
+# --- what it does not know ------------------------------------------------------------------------------------------------
+
+
+class Bin(NamedTuple):
+    """Jets of one kind in a range of pT, GeV."""
+
+    low: float
+    high: float
+    jets: int
+    information: Measured
+
+
+def mutual_information_by_pt(information: Tensor, jets: Jets, edges: Sequence[float]) -> dict[str, list[Bin]]:
+    """Mean mutual information of each kind of jets in ranges of pT: the paper's figure for jets from elsewhere.
+
+    Args:
+        information: `prediction.mutual_information`, (jets,).
+        jets: what was predicted for, in the same order.
+        edges: of the ranges, GeV. Ranges without jets are left out.
+    """
+    if len(information) != len(jets):
+        raise ValueError(f"{len(jets)} jets need as many values, got {len(information)}.")
+    if len(edges) < 2 or any(a >= b for a, b in pairwise(edges)):
+        raise ValueError(f"`edges` must be two or more rising numbers, got {list(edges)}.")
+    found: dict[str, list[Bin]] = {}
+    for number, name in enumerate(KINDS):
+        for low, high in pairwise(edges):
+            inside = (jets.kind == number) & (jets.jet[:, 0] >= low) & (jets.jet[:, 0] < high)
+            if bool(inside.any()):
+                values = information[inside].double()
+                mean = Measured(float(values.mean()), _variance_of_mean(values) ** 0.5)
+                found.setdefault(name, []).append(Bin(low, high, len(values), mean))
+    return found
+
+
+# --- files of scores ------------------------------------------------------------------------------------------------------
+
+_COLUMNS = ("kind", "pt", "eta", "mass", "score", "q25", "q50", "q75", "entropy", "mutual_information")
+
+
+def write_scores(path: str | Path, jets: Jets, prediction: Prediction) -> None:
+    """One line a jet, comma-separated: kind, pT, eta, mass; mean score, its quartiles, entropy, mutual information."""
+    score = scores_of(prediction)
+    if len(score) != len(jets):
+        raise ValueError(f"{len(jets)} jets need as many predictions, got {len(score)}.")
+    kinds = [KINDS[k] if k >= 0 else "unknown" for k in jets.kind.tolist()]
+    quantiles = [prediction.quantile(q)[:, 1] for q in (0.25, 0.5, 0.75)]
+    columns = [*jets.jet[:, [0, 1, 3]].unbind(1), score, *quantiles, prediction.entropy, prediction.mutual_information]
+    with Path(path).open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(_COLUMNS)
+        for kind, *values in zip(kinds, *(column.tolist() for column in columns), strict=True):
+            writer.writerow([kind, *(f"{value:.7g}" for value in values)])
+
+
+def read_scores(path: str | Path) -> dict[str, Tensor]:
+    """What `write_scores` wrote, by column; kinds as numbers."""
+    with Path(path).open(newline="") as file:
+        rows = list(csv.reader(file))
+    if not rows or tuple(rows[0]) != _COLUMNS:
+        raise ValueError(f"'{path}' is no file of scores: its first line must be {','.join(_COLUMNS)}.")
+    table: dict[str, Tensor] = {}
+    for name, *values in zip(*rows, strict=True):
+        if name == "kind":
+            table[name] = torch.tensor([-1 if value == "unknown" else kind_number(value) for value in values])
+        else:
+            table[name] = torch.tensor(np.array(values, np.float64))
+    return table
+
+
+def _checked(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    if scores.dim() != 1 or scores.shape != labels.shape:
+        raise ValueError(
+            f"scores and labels must be one number a jet each, got {tuple(scores.shape)} and {tuple(labels.shape)}."
+        )
+    if not bool(scores.isfinite().all()):
+        raise ValueError("a score is not finite.")
+    is_signal = labels == 1
+    if bool(((labels != 0) & ~is_signal).any()):
+        raise ValueError("labels must be 0 (background) or 1 (signal); choose jets with jets.of_kind('qcd', 'top').")
+    if not 0 < int(is_signal.sum()) < len(labels):
+        raise ValueError("there must be jets of both classes.")
+    return scores.double().cpu(), is_signal.cpu()
+
+
+def _variance_of_mean(x: Tensor) -> float:
+    return float(x.var() / len(x)) if len(x) > 1 else float("nan")
+
+
+def _quartiles(x: Tensor) -> tuple[float, float, float]:
+    if len(x) == 0:
+        return float("nan"), float("nan"), float("nan")
+    low, middle, high = (float(quantile_of_sorted(x.double().sort().values, q)) for q in (0.25, 0.5, 0.75))
+    return low, middle, high
