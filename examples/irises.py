@@ -1,25 +1,30 @@
-"""The bundled example: a small network on Fisher's irises, sampled twice, with what it knows and what it does not.
+"""One posterior, two samplers: a small network on Fisher's irises, by Algorithm 1 and exactly.
 
-Algorithm 1 (approximate) and `Underdamped` (exact) sample the same posterior of the same network, so the picture shows two
-things: where the network is unsure, and how far the approximate sampler is from the truth.
+    python examples/irises.py --output irises.png
+
+`AdamMCMC` (approximate) and `Underdamped` (exact) sample the same posterior of the same network, so the picture shows two
+things: where the network is unsure, and how far the approximate sampler is from the truth. It takes about a minute, and needs
+scikit-learn, matplotlib and rich: `pip install '.[demo]' scikit-learn`.
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from sklearn.datasets import load_iris
 from torch import Tensor, nn
 
-from adammcmc.optimizer import AdamMCMC
-from adammcmc.predictive import Prediction
-from adammcmc.run import sample
-from adammcmc.target import Gaussian
-
-__all__ = ["Irises", "draw_picture", "irises", "run_demo", "train"]
+from adammcmc import AdamMCMC, Gaussian, Prediction, sample
 
 CLASSES = ("setosa", "versicolor", "virginica")
 _COLOURS = ("#0072B2", "#E69F00", "#009E73")  # Okabe-Ito: told apart by everyone
@@ -39,8 +44,6 @@ class Irises(NamedTuple):
 
 def irises(seed: int = 0) -> Irises:
     """The data set that ships with scikit-learn: 120 flowers to learn from, 30 to test."""
-    from sklearn.datasets import load_iris
-
     data = load_iris()
     petals, kind = torch.tensor(data.data[:, 2:], dtype=torch.float32), torch.tensor(data.target)
     order = torch.randperm(len(kind), generator=torch.Generator().manual_seed(seed))
@@ -61,23 +64,17 @@ def train(data: Irises, seed: int = 0) -> tuple[nn.Sequential, torch.optim.Adam]
     return model, optimizer
 
 
-def run_demo(output: Path, *, steps: int, seed: int) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Train, sample twice, print a table, draw the picture."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a network this small gains nothing from more, and loses much where other work is done
-    try:
-        _run(output, steps, seed)
-    finally:
-        torch.set_num_threads(threads)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("irises.png"), help="where the picture goes")
+    parser.add_argument("--steps", type=int, default=10_000, help="of each sampler; the first fifth is burn-in")
+    parser.add_argument("--seed", type=int, default=0, help="fixes every random number")
+    options = parser.parse_args(argv)
+    _run(options.output, options.steps, options.seed)
 
 
 def _run(output: Path, steps: int, seed: int) -> None:
-    from matplotlib.figure import Figure  # noqa: F401  (missing? then say so before the work, not after it)
-    from rich.console import Console
-    from rich.table import Table
-
-    if not output.parent.is_dir():
-        raise FileNotFoundError(f"the folder '{output.parent}' for the picture does not exist.")
     console = Console()
     data = irises(seed)
     model, optimizer = train(data, seed)
@@ -143,9 +140,6 @@ def _grid(data: Irises) -> tuple[Tensor, tuple[Tensor, Tensor]]:
 
 def draw_picture(output: Path, data: Irises, runs: dict[str, Prediction], rows: slice, axes: tuple[Tensor, Tensor]) -> None:
     """Three maps over the petals: the mean prediction, and the spread of either sampler on one colour scale."""
-    from matplotlib.colors import to_rgb
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(13.5, 4.6), layout="constrained")
     panels = figure.subplots(1, 3, sharex=True, sharey=True)
     x, y = axes
@@ -173,3 +167,8 @@ def draw_picture(output: Path, data: Irises, runs: dict[str, Prediction], rows: 
     panels[0].set_ylabel("petal width, cm")
     panels[0].legend(loc="upper left", framealpha=0.9)
     figure.savefig(output, dpi=140)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # a network this small gains nothing from more, and loses much where other work is done
+    main()

@@ -17,8 +17,16 @@ _EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture(scope="module")
 def two_moons() -> Iterator[ModuleType]:
+    yield from _module("two_moons_flow")
+
+
+@pytest.fixture(scope="module")
+def irises() -> Iterator[ModuleType]:
+    yield from _module("irises")
+
+
+def _module(name: str) -> Iterator[ModuleType]:
     """The example as a module: examples/ is no package."""
-    name = "two_moons_flow"
     spec = importlib.util.spec_from_file_location(name, _EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -102,3 +110,16 @@ def test_coverage_counts_the_places_in_the_band(two_moons: ModuleType, low: floa
 
     truth = torch.tensor([0.3, 0.4, 0.6, 0.7])
     assert two_moons.coverage(truth, Draws(), low, high) == share
+
+
+def test_the_irises_from_the_shell(irises: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "picture.png"
+    outputs = []
+    for seed in ("1", "1", "2"):
+        irises.main(["--steps", "500", "--output", str(picture), "--seed", seed])
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
+    for word in ("lambda = 1 (T = 1), n = 120", "| exact", "approximate: momentum", "health: ", "Predictions", "virginica"):
+        assert word in outputs[0]
+    assert picture.stat().st_size > 20_000
+    assert picture.read_bytes().startswith(b"\x89PNG")
