@@ -1,8 +1,8 @@
-# make demo   sample a small network, print its predictions with spreads, draw a picture
+# make demo   tag top jets with a small network, sample its posterior, print what it knows, draw a picture
 # make test   lint, types, documentation, tests: everything that must hold
 # Each creates the virtual environment .venv and installs what it needs; a second call is fast.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bench-store bias clean
+.PHONY: help demo test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bench-jets bench-store bias clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -16,10 +16,11 @@ help:  ## this list
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--only-binary pythia8mc,fastjet --editable '.[dev]'  # from source these two compile for an hour
 	@touch $@
 
-demo: .venv/installed  ## sample a small network and draw a picture (demo.png)
+demo: .venv/installed  ## top tagging in small: train, sample, draw a picture (demo.png)
 	$(BIN)/adammcmc demo
 
 test: lint types docs .venv/installed  ## lint, types, docs and the tests
@@ -52,6 +53,9 @@ bench-kernels: .venv/installed  ## effective draws per gradient of the exact ker
 
 bench-networks: .venv/installed  ## every kernel against long references on three networks
 	$(ONE_THREAD) $(BIN)/python -m benchmarks.networks compare
+
+bench-jets: .venv/installed  ## jets a second in training ParticleNet; of interest on a GPU
+	$(BIN)/python -m benchmarks.particlenet
 
 bench-store: .venv/installed  ## what storing costs: share of a run, memory
 	$(ONE_THREAD) $(BIN)/python -m benchmarks.storing

@@ -1,6 +1,7 @@
 """Draws pictures of the documentation: python docs/pictures.py (the idea, the choice).
 
-The others: adammcmc demo --output docs/assets/demo.png, and python -m benchmarks.networks two-sided.
+The others: adammcmc demo --output docs/assets/top_tagging.png, python examples/irises.py --output docs/assets/irises.png,
+python -m benchmarks.networks two-sided, and python -m benchmarks.jets_real.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import adammcmc
+from adammcmc.jets import bundled
 
 ROOT = Path(__file__).parent.parent
 
@@ -80,3 +82,24 @@ def test_the_page_on_posteriors(names: dict[str, Any]) -> None:
     run(band.replace("model.log_prob(x).exp()", "model(x).exp()").replace("grid", "inputs"), names)
     run(callbacks, names)
     assert (names["band"].quantile(0.05) <= names["band"].mean).float().mean() > 0.9
+
+
+def test_the_page_on_jets_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    [code] = blocks("docs/jets.md")
+    less = {
+        "jets[:9600], jets[9600:]": "jets[:512], jets[512:800]",
+        "epochs=8": "epochs=1",
+        "burn_in=100, gap=20": "burn_in=1, gap=1",
+    }
+    for words, fewer in less.items():  # the same code on fewer jets
+        assert words in code
+        code = code.replace(words, fewer)
+    exec(code, {})
+    assert "288 jets: accuracy 0." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["jets", "others"])
+def test_the_bundled_jets_are_those_of_the_page(name: str) -> None:
+    [written] = re.findall(rf"-o {name}\.npz .*sha256 (\w+)", (ROOT / "docs" / "jets.md").read_text())
+    assert hashlib.sha256(bundled(name).read_bytes()).hexdigest() == written

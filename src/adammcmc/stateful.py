@@ -13,6 +13,7 @@ Which layers there are is seen by watching the modules that the closure calls; n
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -92,7 +93,10 @@ def _watch(policy: BatchNormPolicy, device: torch.device) -> Iterator[_Seen]:
     hook = register_module_forward_pre_hook(before)
     numbers = _random_state(device)
     try:
-        yield seen
+        with warnings.catch_warnings():
+            # torch's word on compiled modules: the hook fires once more. It does not mind
+            warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
+            yield seen
     finally:
         hook.remove()
         seen.draws_numbers = any(not torch.equal(a, b) for a, b in zip(numbers, _random_state(device), strict=True))

@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from adammcmc.jets import Cloud, JetData, Jets, ParticleNet, ParticleNetLite, bundled, cloud_of, padded_inputs, read_jets
 from adammcmc.jets.tagger import Tagger, Training
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # torch's own, when it compiles
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+]
 
 
 @pytest.fixture(scope="module")

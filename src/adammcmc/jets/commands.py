@@ -19,17 +19,23 @@ app = typer.Typer(
 
 
 class Network(StrEnum):
+    """Which network."""
+
     particlenet = "particlenet"
     lite = "lite"
 
 
 class SamplerChoice(StrEnum):
+    """Which sampler."""
+
     adam_mcmc = "adam-mcmc"
     as_released = "as-released"
     underdamped = "underdamped"
 
 
 class PrecisionChoice(StrEnum):
+    """Of the network's arithmetic."""
+
     float32 = "float32"
     bfloat16 = "bfloat16"
 

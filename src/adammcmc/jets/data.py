@@ -93,6 +93,7 @@ class Jets:
 
     @property
     def rows(self) -> Rows:
+        """Where the particles lie."""
         return Rows.of(self.counts, len(self.particles))
 
     @property
@@ -156,6 +157,7 @@ class Jets:
         return Jets(*(torch.cat([getattr(part, name) for part in parts]) for name in ("counts", "particles", "jet", "kind")))
 
     def shuffled(self, seed: int) -> Jets:
+        """The same jets in another order, which the seed fixes."""
         return self[torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))]
 
     # --- the compact code -------------------------------------------------------------------------------------------------
@@ -190,6 +192,7 @@ class Jets:
 
 
 def kind_number(name: str) -> int:
+    """The place of a kind in `KINDS`."""
     if name not in KINDS:
         raise ValueError(f"there is no kind of jet '{name}'. Known: {', '.join(KINDS)}.")
     return KINDS.index(name)

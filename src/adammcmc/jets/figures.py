@@ -102,7 +102,7 @@ def panel_information(axes: Any, seen: tuple[Jets, Prediction], elsewhere: tuple
     axes.set(xlabel="jet pT, GeV", ylabel="mutual information, nats", title="Jets it was not trained on")
     axes.set_ylim(bottom=0)
     axes.legend(ncols=2, fontsize=7, loc="upper right")
-    axes.margins(y=0.25)
+    axes.set_ylim(top=1.35 * axes.get_ylim()[1])  # room for the legend
 
 
 def draw_observables(path: Path, samples: dict[str, dict[str, Tensor]], kinds: dict[str, Tensor]) -> None:
