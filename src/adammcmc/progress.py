@@ -19,10 +19,11 @@ class Bar:
     Args:
         display: rich's; None shows nothing.
         description: what is done.
+        unit: what is counted.
     """
 
-    def __init__(self, display: Any, description: str) -> None:
-        self._display = display
+    def __init__(self, display: Any, description: str, unit: str = "steps") -> None:
+        self._display, self._unit = display, unit
         self._task = None if display is None else display.add_task(description, total=None, rate="", status="")
         self._began: tuple[float, int] | None = None
         self._shown = 0.0
@@ -38,13 +39,13 @@ class Bar:
             return
         self._shown = now
         elapsed, count = now - self._began[0], done - self._began[1]
-        rate = f"{count / elapsed:.0f} steps/s" if elapsed > 0 and count > 0 else ""
+        rate = f"{count / elapsed:.0f} {self._unit}/s" if elapsed > 0 and count > 0 else ""
         text = "" if status is None else status()
         self._display.update(self._task, completed=done, total=total, rate=rate, status=text)
 
 
 @contextmanager
-def show_bar(description: str, *, show: bool = True) -> Iterator[Bar]:
+def show_bar(description: str, *, show: bool = True, unit: str = "steps") -> Iterator[Bar]:
     """A bar; one that shows nothing if standard error is no terminal or rich is missing."""
     if not (show and sys.stderr.isatty()):
         yield Bar(None, description)
@@ -64,7 +65,7 @@ def show_bar(description: str, *, show: bool = True) -> Iterator[Bar]:
         TextColumn("{task.fields[status]}"),
     )
     with Progress(*columns, console=Console(stderr=True)) as display:
-        yield Bar(display, description)
+        yield Bar(display, description, unit)
 
 
 def track(

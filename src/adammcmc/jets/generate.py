@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
 
 import numpy as np
@@ -135,7 +138,7 @@ def generate(
     paths = [folder / f"{kind}-{i:05d}.npz" for kind, i, _ in names]
     missing = [(path, *name) for path, name in zip(paths, names, strict=True) if not _is_made(path, name[2])]
     total, done = sum(size for *_, size in missing), 0
-    with show_bar("jets", show=progress) as bar:
+    with show_bar("generating", show=progress, unit="jets") as bar:
         bar.update(0, total)
         for size in _made(missing, settings, min(workers or _cores(), max(1, len(missing)))):
             done += size
@@ -154,16 +157,25 @@ def _made(jobs: list[tuple[Path, str, int, int]], settings: Settings, workers: i
         for job in jobs:
             yield _make_shard(job, settings)
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        waiting: set[Future[int]] = {pool.submit(_make_shard, job, settings) for job in jobs}
-        try:
-            while waiting:
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in done:
-                    yield future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    others = set(active_children())
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker)
+    try:
+        for done in as_completed([pool.submit(_make_shard, job, settings) for job in jobs]):
+            yield done.result()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in set(active_children()) - others:
+            worker.terminate()
+        raise
+    pool.shutdown()
+
+
+def _start_worker() -> None:
+    """An interrupt is for the first process, which ends the others; if it was killed and could not, they end themselves."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    if parent is not None:
+        Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
 
 
 def _make_shard(job: tuple[Path, str, int, int], settings: Settings) -> int:
