@@ -14,10 +14,10 @@ def main() -> None:
     wants_traceback = sys.argv[1:2] == ["--debug"]
     try:
         app()
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+    except Exception as error:
         if wants_traceback:
             raise
-        sys.exit(f"adammcmc: {error} (adammcmc --debug ... shows where)")
+        sys.exit(f"adammcmc: {error or type(error).__name__} (adammcmc --debug ... shows where)")
 
 
 if __name__ == "__main__":

@@ -337,6 +337,8 @@ def as_data(source: Any, batch_size: int | None = None, num_data: int | None = N
         must_know_length: whether to refuse an iterable of unknown length.
     """
     if isinstance(source, Data):
+        if batch_size is not None and batch_size != source.batch_size:
+            raise ValueError(f"`batch_size` is {batch_size}, but the data make batches of {source.batch_size}: say it there.")
         return source
     if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
         raise ValueError(f"`batch_size` must be a positive integer, got {batch_size!r}.")

@@ -108,11 +108,11 @@ def test_outputs_gradients_and_statistics_are_weavers(name: str, training: bool)
         # weaver-core asks its features whether to count the particles with gradient
         logits = model(points.clone(), features.clone().requires_grad_(), mask)
         F.cross_entropy(logits, jets.kind).backward()
-        results.append((logits, {n: p.grad for n, p in model.named_parameters()}, dict(model.named_buffers())))
-    (their_logits, their_gradients, their_buffers), (logits, our_gradients, buffers) = results
+        results.append((logits, {n: p.grad for n, p in model.named_parameters()}, model.state_dict()))
+    (their_logits, their_gradients, their_state), (logits, our_gradients, state) = results
     torch.testing.assert_close(logits, their_logits, **EXACT)
     torch.testing.assert_close(our_gradients, their_gradients, **EXACT)
-    torch.testing.assert_close(buffers, their_buffers, **EXACT)
+    torch.testing.assert_close(state, their_state, **EXACT)  # with the running statistics
     assert max(float(g.abs().max()) for g in our_gradients.values() if g is not None) > 1e-3
 
 
@@ -137,6 +137,14 @@ def test_packed_is_padded_for_particles_that_are_there_twice() -> None:
     net = network()
     torch.testing.assert_close(net(cloud), net(*padded), **EXACT)
     torch.testing.assert_close(gradients(net, cloud), gradients(net, *padded), **EXACT)
+
+
+def test_a_jet_without_particles_has_an_answer() -> None:
+    jets = made_up([5, 0, 12, 0])
+    cloud, padded = both(jets)
+    net = network()
+    torch.testing.assert_close(net(cloud), net(*padded), **EXACT)
+    torch.testing.assert_close(net(cloud)[[0, 2]], net(in_double(cloud_of(jets[[0, 2]]))), **EXACT)
 
 
 def test_without_a_mask_all_particles_are_real() -> None:
@@ -301,36 +309,39 @@ def test_clouds_are_joined_like_their_jets() -> None:
 # --- faster ways ------------------------------------------------------------------------------------------------------
 
 
-def test_compiled_is_eager_on_both_paths() -> None:
+# torch's own, as its compiler is imported
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("packed", "backend", "training"),
+    [
+        # C++ takes half a minute to two minutes a path to compile; what comes before it is run by the others as well
+        pytest.param(True, "inductor", True, marks=pytest.mark.slow),
+        pytest.param(False, "inductor", True, marks=pytest.mark.slow),
+        (True, "aot_eager", True),
+        (False, "aot_eager", True),
+        (True, "aot_eager", False),
+        (False, "aot_eager", False),
+    ],
+)
+def test_compiled_is_eager(packed: bool, backend: str, training: bool) -> None:
     torch.manual_seed(0)
-    net = ParticleNet(blocks=((4, (8, 8)), (4, (8, 8))), hidden=8, dropout=0.0)
+    net = ParticleNet(blocks=((4, (8,)), (4, (8,))), hidden=8, dropout=0.0).train(training)
     lived_in(net)
-    compiled = torch.compile(net)
-    for packed in (True, False):
-        for counts in ([20, 3, 9, 17], [5, 30, 1, 12, 7, 25]):
-            jets = made_up(counts)
-            inputs: tuple[Any, ...] = (cloud_of(jets),) if packed else padded_inputs(jets, 32)
-            for training in (False, True):
-                net.train(training)
-                before = {key: value.clone() for key, value in net.state_dict().items()}
-                results = []
-                for called in (net, compiled):
-                    net.load_state_dict(before)
-                    with torch.no_grad():
-                        logits = called(*inputs)
-                    net.load_state_dict(before)
-                    results.append(
-                        (logits, gradients(net, *inputs) if called is net else compiled_gradients(net, called, inputs))
-                    )
-                torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
-
-
-def compiled_gradients(net: nn.Module, called: Any, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
-    """As `gradients`, under the names of the network inside."""
-    net.zero_grad()
-    logits = called(*inputs)
-    F.cross_entropy(logits, torch.arange(len(logits)) % 2).backward()
-    return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    # None, what Tagger takes: the first size first, then any; twice the C++
+    compiled = torch.compile(net, backend=backend, dynamic=True if backend == "inductor" else None)
+    for counts in ([20, 3, 9, 17], [5, 30, 1, 12, 7, 25]):
+        jets = made_up(counts)
+        inputs: tuple[Any, ...] = (cloud_of(jets),) if packed else padded_inputs(jets, 32)
+        before = {key: value.clone() for key, value in net.state_dict().items()}
+        results = []
+        for called in (net, compiled):
+            net.load_state_dict(before)
+            logits = called(*inputs)
+            net.zero_grad()
+            F.cross_entropy(logits, jets.kind).backward()
+            after = {key: value.clone() for key, value in net.state_dict().items()}
+            results.append((logits, {name: p.grad.clone() for name, p in net.named_parameters()}, after))
+        torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("packed", [True, False])

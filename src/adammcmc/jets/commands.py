@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -69,7 +70,11 @@ def generate(
 
     names = KINDS if kinds == "all" else [name.strip() for name in kinds.split(",") if name.strip()]
     settings = Settings(seed=seed, window=Window(*pt), flat=flat, shard_size=shard_size)
-    paths = generate(folder, dict.fromkeys(names, jets), settings, workers=workers)
+    try:
+        paths = generate(folder, dict.fromkeys(names, jets), settings, workers=workers)
+    except KeyboardInterrupt:
+        typer.echo(f"stopped; whole shards are in {folder}, and the same command goes on with the rest.", err=True)
+        raise typer.Exit(130) from None
     typer.echo(f"{jets:,} jets each of {', '.join(names)}: {len(paths)} files in {folder}")
     typer.echo("Please cite Pythia (arXiv:2203.11601) and FastJet (arXiv:1111.6097) if you publish with them.")
 
@@ -99,7 +104,7 @@ def train(
     lr: Annotated[float, typer.Option(help="Adam's learning rate; falls to a hundredth in the second half.")] = 2e-3,
     held_out: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the jets to test on, not to train on.")] = 0.1,
     max_jets: MaxJets = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the tagger in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="The same command goes on after its last epoch.")] = False,
     device: Device = None,
     precision: Precise = PrecisionChoice.float32,
     compile: Compile = False,
@@ -109,13 +114,18 @@ def train(
     from adammcmc.jets.tagger import Tagger, Training
     from adammcmc.jets.tagging import accuracy, auc
 
+    if run.exists() and not run.is_dir():
+        raise typer.BadParameter(f"'{run}' is a file: --run is a folder.")
     if (run / "tagger.safetensors").exists() and not resume:
         raise typer.BadParameter(f"'{run}' holds a tagger already: choose another folder, or --resume.")
-    jets = _two_classes(_read(files, max_jets))
-    train, test = split(jets, held_out)
-    settings = Training(network.value, epochs=epochs, batch_size=min(batch_size, len(train)), lr=lr, seed=seed)
+    settings = Training(network.value, epochs=epochs, batch_size=batch_size, lr=lr, seed=seed, held_out=held_out)
+    train, test = settings.split(_two_classes(files, max_jets))
+    settings = replace(settings, batch_size=min(batch_size, len(train)))
     if resume and (run / "tagger.safetensors").exists():
         tagger = Tagger.load(run, device=device, precision=precision.value, compiled=compile, epochs=epochs)
+        for name, value in asdict(tagger.training).items():
+            if value != getattr(settings, name):
+                raise typer.BadParameter(f"the tagger in '{run}' was trained with {name} = {value}: to go on, say the same.")
     else:
         tagger = Tagger(settings, device=device, precision=precision.value, compiled=compile)
     typer.echo(f"training on {train!r}, on {tagger.device}")
@@ -123,7 +133,7 @@ def train(
     def after(tagger: Tagger, loss: float) -> None:
         tagger.save(run)
         line = f"epoch {tagger.epochs}: mean loss {loss:.4f}"
-        if len(test):
+        if set(test.kind.tolist()) == {0, 1}:
             scores = tagger.scores(test)
             line += f", on {len(test):,} held-out jets: accuracy {accuracy(scores, test.kind)}, AUC {auc(scores, test.kind)}"
         typer.echo(line)
@@ -148,7 +158,6 @@ def sample(
     gap: Annotated[int, typer.Option(min=1, help="Steps between draws.")] = 100,
     draws: Annotated[int, typer.Option(min=1, help="Of each chain.")] = 10,
     chains: Annotated[int, typer.Option(min=1, help="One after the other.")] = 1,
-    held_out: Annotated[float, typer.Option(min=0.0, max=0.9, help="As in training: these jets are left out.")] = 0.1,
     training_mode: Annotated[
         bool, typer.Option("--training-mode", help="Batch statistics and dropout, as in the paper.")
     ] = False,
@@ -163,7 +172,7 @@ def sample(
     from adammcmc.jets.tagger import Tagger
 
     tagger = Tagger.load(run, device=device, precision=precision.value, compiled=compile)
-    train, _ = split(_two_classes(_read(files, max_jets)), held_out)
+    train, _ = tagger.training.split(_two_classes(files, max_jets))
     posterior = tagger.sample(
         train,
         sampler=sampler.value,
@@ -189,9 +198,8 @@ def evaluate(
     files: Files,
     run: Annotated[Path, typer.Option("--run", "-r", help="The folder of the tagger and its posterior.")],
     held_out: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, help="The share that was held out in training; 1 for files that the tagger never saw."),
-    ] = 1.0,
+        bool, typer.Option("--held-out", help="The files are those of the training: look at the held-out jets only.")
+    ] = False,
     others: Annotated[list[Path] | None, typer.Option(help="Jets from elsewhere, for the figure over pT.")] = None,
     max_jets: MaxJets = None,
     device: Device = None,
@@ -207,9 +215,11 @@ def evaluate(
 
     tagger = Tagger.load(run, device=device, precision=precision.value)
     posterior = tagger.posterior(run / "posterior")
-    jets = _two_classes(_read(files, max_jets))
-    if held_out < 1:
-        jets = split(jets, held_out)[1]
+    jets = _two_classes(files, max_jets)
+    if held_out:
+        jets = tagger.training.split(jets)[1]
+        if not len(jets):
+            raise ValueError(f"the tagger in '{run}' was trained on all jets: there are no held-out ones.")
     typer.echo(str(posterior))
     prediction = tagger.predict(posterior, jets)
     typer.echo(str(evaluate(prediction, jets.kind)))
@@ -224,18 +234,16 @@ def evaluate(
     typer.echo(f"{run}: {', '.join(written)}")
 
 
-def split(jets: Jets, held_out: float) -> tuple[Jets, Jets]:
-    """Training jets and the held-out ones: the same for the same jets, whatever is done with them."""
-    mixed = jets.shuffled(20_190_221)  # ParticleNet's day
-    cut = len(jets) - round(held_out * len(jets))
-    return mixed[:cut], mixed[cut:]
-
-
 def _read(files: list[Path], max_jets: int | None) -> Jets:
     from adammcmc.jets.files import read_jets
 
     return read_jets(files, max_jets)
 
 
-def _two_classes(jets: Jets) -> Jets:
-    return jets.of_kind("qcd", "top")
+def _two_classes(files: list[Path], max_jets: int | None) -> Jets:
+    from adammcmc.jets.tagger import check_two_classes
+
+    jets = _read(files, max_jets)
+    chosen = jets.of_kind("qcd", "top")
+    check_two_classes(chosen if len(chosen) else jets)
+    return chosen

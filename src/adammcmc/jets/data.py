@@ -75,6 +75,10 @@ class Jets:
                 f"({int(self.counts.sum())}, 4), `jet` of ({jets}, 5) and `kind` of ({jets},), got "
                 f"{tuple(self.particles.shape)}, {tuple(self.jet.shape)} and {tuple(self.kind.shape)}."
             )
+        if jets and not -1 <= int(self.kind.min()) <= int(self.kind.max()) < len(KINDS):
+            raise ValueError(
+                f"a kind is a number from -1 (unknown) to {len(KINDS) - 1}, got {sorted(set(self.kind.tolist()))}."
+            )
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -108,11 +112,12 @@ class Jets:
 
     def __getitem__(self, chosen: slice | Tensor | Sequence[int]) -> Jets:
         """Some of the jets, by slice, numbers or a mask."""
-        if isinstance(chosen, slice):
-            numbers = torch.arange(len(self))[chosen]
-        else:
-            numbers = torch.as_tensor(chosen)
-            numbers = numbers.nonzero().squeeze(1) if numbers.dtype == torch.bool else numbers.long()
+        try:
+            numbers = torch.arange(len(self))[chosen if isinstance(chosen, slice) or len(chosen) else []]
+        except IndexError as error:
+            raise IndexError(f"{len(self)} jets cannot be chosen from by {chosen!r}: {error}.") from error
+        if numbers.dim() != 1:
+            raise IndexError(f"jets are chosen by a slice, a mask or a list of numbers, got {chosen!r}; one jet is jets[[i]].")
         counts = self.counts[numbers]
         where = Rows.of(counts, int(counts.sum()))
         rows = self.offsets[numbers][where.owner] + where.rank
@@ -133,8 +138,8 @@ class Jets:
 
     def padded(self, num_particles: int | None = None) -> tuple[Tensor, Tensor]:
         """Particles in a rectangle, zeros behind the last: (jets, num_particles, 4), and a mask of the real ones."""
-        width = int(self.counts.max()) if num_particles is None else num_particles
-        jets = self.leading(width)
+        width = max(self.counts.tolist(), default=0) if num_particles is None else num_particles
+        jets = self.leading(max(1, width))
         full = torch.zeros(len(jets), width, 4)
         mask = torch.zeros(len(jets), width, dtype=torch.bool)
         full[jets.owner, jets.rank] = jets.particles
@@ -165,6 +170,9 @@ class Jets:
     def encode(self) -> dict[str, np.ndarray[Any, Any]]:
         """About 0.3 kB a jet before compression: a particle is three integers of 16 bits, taken as massless."""
         pt, deta, dphi, _ = self.particles.double().unbind(1)
+        fits = pt.log().mul(LOG_PT_SCALE).abs() <= 32767
+        if not bool(fits.all()):
+            raise ValueError(f"a particle has pT {float(pt[~fits][0]):g} GeV; the code goes from 1.8e-5 to 5.5e4.")
         for name, angle in (("delta eta", deta), ("delta phi", dphi)):
             if bool((angle.abs() * ANGLE_SCALE > 32767).any()):
                 raise ValueError(f"a particle is {angle.abs().max():.2f} from its jet's axis in {name}; the code ends at 3.27.")
@@ -211,6 +219,10 @@ def jets_from_p4(p4: Tensor, kind: Tensor, jet: Tensor | None = None) -> Jets:
         kind: (jets,), numbers into `KINDS`.
         jet: (jets, 4), E, px, py, pz of the jets; None is the sum of the particles.
     """
+    if p4.dim() != 3 or p4.shape[2] != 4 or len(kind) != len(p4):
+        raise ValueError(
+            f"`p4` must be (jets, particles, 4) and `kind` (jets,), got {tuple(p4.shape)} and {tuple(kind.shape)}."
+        )
     p4 = p4.double()
     total = p4.sum(1) if jet is None else jet.double()
     pt = p4[..., 1].hypot(p4[..., 2])

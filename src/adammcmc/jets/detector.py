@@ -68,6 +68,21 @@ class Detector:
     min_hcal: float = 1.0
     min_significance: float = 2.0
 
+    def __post_init__(self) -> None:
+        if not 0.01 <= self.tower_eta <= 1 or not 1 <= self.tower_phi <= 90 or (360 / self.tower_phi) % 1:
+            raise ValueError(
+                "towers must be 0.01 to 1 wide in eta, and a whole number of them, 1 to 90 degrees wide, must fill the circle, "
+                f"got {self.tower_eta} and {self.tower_phi}."
+            )
+
+    @property
+    def _phi_bins(self) -> int:
+        return round(360 / self.tower_phi)
+
+    @property
+    def _towers_of_event(self) -> int:
+        return (int(2 * _ETA_EDGE / self.tower_eta) + 1) * self._phi_bins
+
     def __call__(self, seen: Particles, random: np.random.Generator) -> Flow:
         """Energy flow of these events."""
         seen = _chosen(seen, (np.abs(seen.eta) < 4.9) & ~np.isin(np.abs(seen.pdg), _INVISIBLE))
@@ -77,6 +92,7 @@ class Detector:
         track_pt = np.where(is_track, _lognormal(seen.pt, seen.pt * sigma, random), 0.0)
         track_energy = track_pt * np.cosh(seen.eta)
         tower, reaches = self._towers(seen)
+        per_event = self._towers_of_event
         flow_pt, neutral = track_pt.copy(), []
         energy = np.hypot(seen.pt * np.cosh(seen.eta), seen.mass)
         is_muon = np.abs(seen.pdg) == 13
@@ -90,8 +106,8 @@ class Detector:
             if not hit.any():
                 continue
             numbers, place = np.unique(tower[hit], return_inverse=True)
-            eta = (numbers % _PER_EVENT // _PHI_BINS) * self.tower_eta - _ETA_EDGE  # lower edges
-            phi = (numbers % _PER_EVENT % _PHI_BINS) * np.deg2rad(self.tower_phi) - np.pi
+            eta = (numbers % per_event // self._phi_bins) * self.tower_eta - _ETA_EDGE  # lower edges
+            phi = (numbers % self._phi_bins) * np.deg2rad(self.tower_phi) - np.pi
             deposit = _sums(place, (energy * share)[hit], len(numbers))
             measured = _lognormal(deposit, resolution(deposit, eta), random)
             error = resolution(measured, eta)
@@ -109,7 +125,7 @@ class Detector:
             # the position of a tower is anywhere in it
             tower_eta = eta[where] + self.tower_eta * random.random(len(where))
             tower_phi = phi[where] + np.deg2rad(self.tower_phi) * random.random(len(where))
-            neutral.append((numbers[where] // _PER_EVENT, excess[where] / np.cosh(tower_eta), tower_eta, tower_phi))
+            neutral.append((numbers[where] // per_event, excess[where] / np.cosh(tower_eta), tower_eta, tower_phi))
         kept = is_track & (flow_pt > 0)
         columns = [
             (seen.event[kept], flow_pt[kept], seen.eta[kept], seen.phi[kept]),
@@ -131,14 +147,12 @@ class Detector:
         reaches &= np.abs(eta) < _ETA_EDGE
         phi = np.remainder(seen.phi - np.sign(seen.charge) * turn + np.pi, 2 * np.pi)
         eta_bin = np.floor((np.clip(eta, -4.89, 4.89) + _ETA_EDGE) / self.tower_eta).astype(np.int64)
-        phi_bin = np.minimum((phi / np.deg2rad(self.tower_phi)).astype(np.int64), _PHI_BINS - 1)
-        return seen.event * _PER_EVENT + eta_bin * _PHI_BINS + phi_bin, reaches
+        phi_bin = np.minimum((phi / np.deg2rad(self.tower_phi)).astype(np.int64), self._phi_bins - 1)
+        return seen.event * self._towers_of_event + eta_bin * self._phi_bins + phi_bin, reaches
 
 
 _INVISIBLE = (12, 14, 16)
 _ETA_EDGE = 4.9
-_PHI_BINS = 36
-_PER_EVENT = 1 << 13
 
 
 def _sums(place: Integers, values: Floats, number: int) -> Floats:

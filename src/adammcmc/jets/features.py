@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adammcmc.data import Indexed
 from adammcmc.jets.data import Jets, Rows
-from adammcmc.jets.particlenet import Cloud, nearest
+from adammcmc.jets.particlenet import NOBODY, Cloud, nearest
 
 __all__ = ["FEATURES", "JetData", "cloud_of", "features", "padded_inputs"]
 
@@ -48,6 +48,12 @@ def features(particles: Tensor, jet: Tensor) -> Tensor:
 
 def cloud_of(jets: Jets, *, num_neighbours: int = 16, max_particles: int = MAX_PARTICLES) -> Cloud:
     """The jets as one packed batch, with the first graph."""
+    if not num_neighbours < max_particles <= NOBODY:
+        raise ValueError(
+            f"`max_particles` must be more than the {num_neighbours} neighbours and at most {NOBODY}, got {max_particles}."
+        )
+    if not len(jets):
+        raise ValueError("there are no jets.")
     jets = jets.leading(max_particles)
     neighbours = [_first_graph(jets[i : i + 4096], num_neighbours, max_particles) for i in range(0, len(jets), 4096)]
     return Cloud(jets.counts, jets.particles[:, 1:3], features(jets.particles, jets.jet[jets.owner]), torch.cat(neighbours))

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from adammcmc.data import derive_seed
 from adammcmc.jets.data import KINDS, Jets, kind_number, wrapped
 from adammcmc.jets.detector import Detector, Flow, Particles
-from adammcmc.jets.files import read_jets, write_jets
+from adammcmc.jets.files import JetFileError, read_jets, write_jets
 from adammcmc.progress import show_bar
 
 __all__ = ["Settings", "Window", "generate", "jets_of_events"]
@@ -101,11 +101,14 @@ class Settings:
     detector: Detector = field(default_factory=Detector)
 
     def __post_init__(self) -> None:
-        low, high, _ = self.window
+        low, high, max_eta = self.window
         if not 20 <= low < high <= 3000:
             raise ValueError(f"the window of pT must be 20 <= low < high <= 3000 GeV, got {low:g} to {high:g}.")
-        if self.shard_size < 1:
-            raise ValueError(f"`shard_size` must be positive, got {self.shard_size}.")
+        for name, value in (("shard_size", self.shard_size), ("max_particles", self.max_particles), ("radius", self.radius)):
+            if not value > 0:
+                raise ValueError(f"`{name}` must be positive, got {value}.")
+        if not 0 < max_eta <= 4:
+            raise ValueError(f"`max_eta` must be between 0 and 4, got {max_eta}.")
 
 
 def generate(
@@ -199,7 +202,10 @@ def _make_shard(job: tuple[Path, str, int, int], settings: Settings) -> int:
 
 def _is_made(path: Path, size: int) -> bool:
     """Whether this shard is there, whole: it has the right number of jets (another number was asked for before?)."""
-    return path.exists() and len(read_jets(path)) == size
+    try:
+        return path.exists() and len(read_jets(path)) == size
+    except JetFileError:
+        return False  # a broken one is made again
 
 
 def _claim(folder: Path, settings: Settings) -> None:
@@ -208,7 +214,12 @@ def _claim(folder: Path, settings: Settings) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     manifest = folder / "generator.json"
     if manifest.exists():
-        theirs, ours = json.loads(manifest.read_text()), json.loads(text)
+        try:
+            theirs, ours = json.loads(manifest.read_text()), json.loads(text)
+        except ValueError as error:
+            raise ValueError(
+                f"'{manifest}' is broken ({error}): choose a new folder, or remove it if the jets are yours."
+            ) from error
         other = [key for key in ours if theirs.get(key) != ours[key]]
         if other:
             raise ValueError(
@@ -218,7 +229,9 @@ def _claim(folder: Path, settings: Settings) -> None:
         return
     if any(folder.glob("*.npz")):
         raise ValueError(f"'{folder}' holds .npz files and no generator.json: choose a new folder.")
-    manifest.write_text(text)
+    temporary = folder / f".generator.{os.getpid()}.json"
+    temporary.write_text(text)
+    os.replace(temporary, manifest)
 
 
 def _check_installed() -> None:

@@ -37,6 +37,8 @@ OBSERVABLES = (
 
 def observables(jets: Jets) -> dict[str, Tensor]:
     """The twelve observables of each jet, by name."""
+    if not len(jets):
+        return {name: torch.zeros(0) for name in OBSERVABLES}
     parts = [_observables(jets[i : i + 4096]) for i in range(0, len(jets), 4096)]
     return {name: torch.cat([part[name] for part in parts]) for name in OBSERVABLES}
 

@@ -54,6 +54,7 @@ class Training:
         betas: Adam's; the paper's are (0.99, 0.99).
         flat: share of the steps at full learning rate.
         seed: of weights, dropout and the order of the jets.
+        held_out: share of the jets that `split` sets aside.
     """
 
     network: str = "particlenet"
@@ -63,14 +64,23 @@ class Training:
     betas: tuple[float, float] = (0.9, 0.99)
     flat: float = 0.5
     seed: int = 0
+    held_out: float = 0.0
 
     def __post_init__(self) -> None:
         if self.network not in NETWORKS:
             raise ValueError(f"there is no network '{self.network}'. Known: {', '.join(NETWORKS)}.")
         if self.epochs < 1 or self.batch_size < 2:
             raise ValueError(f"`epochs` must be positive and `batch_size` at least 2, got {self.epochs} and {self.batch_size}.")
-        if not self.lr > 0 or not 0 <= self.flat <= 1:
+        if not 0 < self.lr < float("inf") or not 0 <= self.flat <= 1:
             raise ValueError(f"`lr` must be positive and `flat` between 0 and 1, got {self.lr} and {self.flat}.")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"`held_out` must be at least 0 and less than 1, got {self.held_out}.")
+
+    def split(self, jets: Jets) -> tuple[Jets, Jets]:
+        """Jets to train on and the held-out ones: always the same of the same jets."""
+        mixed = jets.shuffled(20_190_221)
+        cut = len(jets) - round(self.held_out * len(jets))
+        return mixed[:cut], mixed[cut:]
 
     def factor(self, step: int, total: int) -> float:
         """Of the learning rate, at this step of so many."""
@@ -107,6 +117,8 @@ class Tagger:
             raise ValueError(f"`precision` must be 'float32' or 'bfloat16', got {precision!r}.")
         self.training = training or Training()
         self.device = best_device() if device is None else torch.device(device)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError("there is no CUDA device here: leave `device` out, or 'cpu'.")
         with torch.random.fork_rng([]):
             torch.manual_seed(self.training.seed)
             self.net = NETWORKS[self.training.network]()
@@ -138,7 +150,7 @@ class Tagger:
         `after_epoch` is given the tagger and the mean loss of the epoch: the place to save it, or to look at other jets.
         """
         training = self.training
-        _check_two_classes(jets)
+        check_two_classes(jets)
         if len(jets) < training.batch_size:
             raise ValueError(f"{len(jets)} jets do not fill a batch of {training.batch_size}.")
         data = self.data(jets, training.batch_size)
@@ -228,16 +240,16 @@ class Tagger:
             with safe_open(path, framework="pt") as content:
                 tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
                 state = decode(content.metadata()["state"], tensors)
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+                written = state["training"]
+                training = Training(**{**written, "betas": tuple(written["betas"])})
+            if epochs is not None:
+                training = replace(training, epochs=epochs)
+            tagger = cls(training, device=device, precision=precision, compiled=compiled)
+            tagger.net.load_state_dict(state["net"])
+            tagger.adam.load_state_dict(state["adam"])
+            tagger.steps, tagger.epochs, tagger._random = state["steps"], state["epochs"], state["random"]
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"'{path}' cannot be read ({error}): is it a tagger of this library, and whole?") from error
-        written = state["training"]
-        training = Training(**{**written, "betas": tuple(written["betas"])})
-        if epochs is not None:
-            training = replace(training, epochs=epochs)
-        tagger = cls(training, device=device, precision=precision, compiled=compiled)
-        tagger.net.load_state_dict(state["net"])
-        tagger.adam.load_state_dict(state["adam"])
-        tagger.steps, tagger.epochs, tagger._random = state["steps"], state["epochs"], state["random"]
         return tagger
 
     # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -248,6 +260,7 @@ class Tagger:
         *,
         sampler: SamplerName = "adam-mcmc",
         lr: float = 1e-3,
+        betas: tuple[float, float] = (0.99, 0.99),
         sigma: float = 3e-4,
         sigma_along: float = 2.0,
         inverse_temperature: float = 1.0,
@@ -273,6 +286,7 @@ class Tagger:
             sampler: "adam-mcmc" is Algorithm 1 of the paper, approximate; "as-released" the published code's variant;
                 "underdamped" is exact, and uses all jets in each step (leave `lr`, `sigma` and `batch_size`).
             lr: of the Adam step.
+            betas: of its moments, which start from those of the training.
             sigma: noise on one weight.
             sigma_along: noise along the step, in steps.
             inverse_temperature: lambda; 1 is Bayes.
@@ -289,11 +303,11 @@ class Tagger:
             resume: go on with the run in `path`.
             progress: show a bar.
         """
-        _check_two_classes(jets)
+        check_two_classes(jets)
         common: dict[str, Any] = {"inverse_temperature": inverse_temperature}
         makers: dict[str, Factory] = {
-            "adam-mcmc": partial(AdamMCMC, lr=lr, sigma=sigma, sigma_along=sigma_along, **common),
-            "as-released": partial(AsReleased, lr=lr, sigma=sigma, sigma_along=sigma_along, **common),
+            "adam-mcmc": partial(AdamMCMC, lr=lr, betas=betas, sigma=sigma, sigma_along=sigma_along, **common),
+            "as-released": partial(AsReleased, lr=lr, betas=betas, sigma=sigma, sigma_along=sigma_along, **common),
             "underdamped": partial(Underdamped, **common),
         }
         if sampler not in makers:
@@ -345,7 +359,8 @@ def _fits(size: int, device: torch.device) -> bool:
     return device.type != "cuda" or size < 0.5 * torch.cuda.mem_get_info(device)[0]
 
 
-def _check_two_classes(jets: Jets) -> None:
+def check_two_classes(jets: Jets) -> None:
+    """Both top and QCD jets, and no others."""
     found = set(jets.kind.tolist())
     if found != {0, 1}:
         raise ValueError(

@@ -44,7 +44,7 @@ class Measured(NamedTuple):
     error: float
 
     def __str__(self) -> str:
-        digits = 4 if abs(self.value) < 2 else 0
+        digits = 4 if abs(self.value) < 2 else 0 if self.error >= 2 else 1
         return f"{self.value:.{digits}f} +- {self.error:.{digits}f}"
 
 
@@ -241,6 +241,9 @@ def read_scores(path: str | Path) -> dict[str, Tensor]:
         rows = list(csv.reader(file))
     if not rows or tuple(rows[0]) != _COLUMNS:
         raise ValueError(f"'{path}' is no file of scores: its first line must be {','.join(_COLUMNS)}.")
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(_COLUMNS):
+            raise ValueError(f"'{path}': line {number} has {len(row)} of {len(_COLUMNS)} values. Is the file whole?")
     table: dict[str, Tensor] = {}
     for name, *values in zip(*rows, strict=True):
         if name == "kind":
