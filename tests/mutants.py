@@ -189,6 +189,48 @@ MUTANTS = [
         "rows = self._order[: self.batch_size]",
         "tests/test_data.py",
     ),
+    Mutant(
+        "first layer of an edge without its difference",
+        "jets/particlenet.py",
+        "F.linear(x, own - other)",
+        "F.linear(x, own)",
+        "tests/jets/test_particlenet.py",
+    ),
+    Mutant(
+        "missing neighbours taken for the first particle",
+        "jets/particlenet.py",
+        "torch.where(neighbours == NOBODY, nobody, rows)",
+        "torch.where(neighbours == NOBODY, 0, rows)",
+        "tests/jets/test_particlenet.py",
+    ),
+    Mutant(
+        "towers of later events at another phi",
+        "jets/detector.py",
+        "seen.event * self._towers_of_event +",
+        "seen.event * (self._towers_of_event + 5) +",
+        "tests/jets/test_detector.py",
+    ),
+    Mutant(
+        "jets that do not hold their heavy particle",
+        "jets/generate.py",
+        "chosen &= _holds_heavy(record, process, event, jets, settings.radius)",
+        "pass",
+        "tests/jets/test_generate.py",
+    ),
+    Mutant(
+        "DeLong's error without the background's part",
+        "jets/tagging.py",
+        "variance = _variance_of_mean(of_signal) + _variance_of_mean(of_background)",
+        "variance = _variance_of_mean(of_signal)",
+        "tests/jets/test_tagging.py",
+    ),
+    Mutant(
+        "a training that forgets its random numbers",
+        "jets/tagger.py",
+        'torch.set_rng_state(self._random["cpu"])',
+        "torch.manual_seed(0)",
+        "tests/jets/test_tagger.py",
+    ),
 ]
 
 

@@ -120,7 +120,7 @@ class Tagger:
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError("there is no CUDA device here: leave `device` out, or 'cpu'.")
         with torch.random.fork_rng([]):
-            torch.manual_seed(self.training.seed)
+            torch.default_generator.manual_seed(self.training.seed)
             self.net = NETWORKS[self.training.network]()
         self.net.to(self.device)
         self.net.autocast = torch.bfloat16 if precision == "bfloat16" else None
