@@ -101,5 +101,5 @@ def test_the_page_on_jets_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("name", ["jets", "others"])
 def test_the_bundled_jets_are_those_of_the_page(name: str) -> None:
-    [written] = re.findall(rf"-o {name}\.npz .*sha256 (\w+)", (ROOT / "docs" / "jets.md").read_text())
+    [written] = re.findall(rf"`{name}\.npz` \| (\w+)", (ROOT / "docs" / "jets.md").read_text())
     assert hashlib.sha256(bundled(name).read_bytes()).hexdigest() == written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -72,14 +73,19 @@ def test_a_tagger_is_evaluated_with_its_figures(home: Path) -> None:
     result = run(*arguments, "--others", bundled("others"))
     numbers = re.search(r"60 jets: accuracy (0\.\d+) \+- 0\.\d+, AUC 0\.\d+ \+- 0\.\d+, background rejection", result.output)
     assert numbers is not None
-    for word in ("n = 240", "top, right", "qcd, wrong", "spread", "scores.csv, tagging.png, others.csv, others.png"):
+    for word in ("n = 240", "top, right", "qcd, wrong", "spread", "tagging.json, tagging.png, others.csv, others.png"):
         assert word in result.output
+    assert re.search(r"trained network alone: accuracy 0\.\d+", result.output)
+    assert re.search(r"h_ww .* mutual information 0\.\d+ .*AUROC 0\.\d+", result.output)
+    assert json.loads((folder / "tagging.json").read_text())["jets"] == 60
     assert is_picture(folder / "tagging.png")
     assert is_picture(folder / "others.png")
     table = read_scores(folder / "scores.csv")
     assert len(table["score"]) == 60
     test = Training(held_out=0.2).split(read_jets(home / "jets.npz"))[1]  # those that were not trained on
     torch.testing.assert_close(table["pt"], test.jet[:, 0].double(), atol=0, rtol=1e-6)
+    torch.testing.assert_close(read_jets(home / "jets.npz").jet[table["row"].long(), 0], test.jet[:, 0])
+    assert table["trained"].isfinite().all()
     assert accuracy(table["score"], table["kind"]).value == pytest.approx(float(numbers[1]), abs=1e-4)
     assert len(read_scores(folder / "others.csv")["score"]) == 300
 
@@ -95,7 +101,7 @@ def test_the_split_is_the_same_for_the_same_jets(home: Path) -> None:
     assert sorted(torch.cat([train.jet, test.jet])[:, 0].tolist()) == sorted(jets.jet[:, 0].tolist())
 
 
-def test_all_jets_are_evaluated_unless_a_share_is_given(home: Path) -> None:
+def test_all_jets_of_other_files_are_evaluated(home: Path) -> None:
     result = run("evaluate", home / "jets.npz", "-r", home / "run", "--max-jets", 100, "--device", "cpu")
     assert re.search(r"100 jets: accuracy", result.output)
     assert "others" not in result.output.splitlines()[-1]
@@ -117,10 +123,10 @@ def test_sampling_goes_on_with_resume(home: Path, tmp_path: Path) -> None:
     for sampler in ("underdamped", "as-released"):
         chain = ("sample", tmp_path / "few.npz", "-r", tmp_path / sampler, "--sampler", sampler, "--burn-in", 2, "--gap", 2)
         Tagger.load(tmp_path).save(tmp_path / sampler)
-        run(*chain, "--draws", 1, "--device", "cpu")
-        run(*chain, "--draws", 2, "--device", "cpu", "--resume")
+        run(*chain, "--draws", 2, "--device", "cpu")
+        run(*chain, "--draws", 3, "--device", "cpu", "--resume")
         posterior = Tagger.load(tmp_path / sampler).posterior(tmp_path / sampler / "posterior")
-        assert len(posterior) == 2
+        assert len(posterior) == 3
         assert ("exact" in posterior.target) == (sampler == "underdamped")
 
 
@@ -188,8 +194,9 @@ def test_what_is_not_there_is_told_of(words: list[str], message: str, tmp_path: 
 
 def test_a_tagger_that_was_not_sampled_yet_is_told_of(home: Path, tmp_path: Path) -> None:
     Tagger.load(home / "run", device="cpu").save(tmp_path)
-    with pytest.raises((OSError, ValueError), match="posterior"):
-        CliRunner().invoke(app, ["jets", "evaluate", str(home / "jets.npz"), "-r", str(tmp_path)], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["jets", "evaluate", str(home / "jets.npz"), "-r", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "has no posterior yet: run `adammcmc jets sample" in plain(result.output)
 
 
 @pytest.mark.parametrize("command", ["train", "sample", "evaluate"])
@@ -266,3 +273,69 @@ def test_a_loss_that_runs_away_is_one_line_too(home: Path, tmp_path: Path) -> No
     assert result.returncode == 1
     assert "lower `lr`" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+# --- jets of the training and others --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["evaluate", "--held-out", "--max-jets", "200"],
+        ["sample", "--max-jets", "200", "--resume"],
+        [
+            "train",
+            "--resume",
+            "--network",
+            "lite",
+            "--epochs",
+            "3",
+            "--batch-size",
+            "32",
+            "--held-out",
+            "0.2",
+            "--max-jets",
+            "200",
+        ],
+    ],
+    ids=lambda words: words[0],
+)
+def test_other_jets_are_not_taken_for_those_of_the_training(words: list[str], home: Path) -> None:
+    """What is held out of 200 jets is, mostly, what was trained on of 300."""
+    command, *options = words
+    line = ["jets", command, str(home / "jets.npz"), "-r", str(home / "run"), "--device", "cpu", *options]
+    with pytest.raises(ValueError, match=r"not the jets that the tagger .* was trained on"):
+        CliRunner().invoke(app, line, catch_exceptions=False)
+
+
+def test_jets_of_the_training_are_no_test(home: Path) -> None:
+    with pytest.raises(ValueError, match="was trained on: use --held-out, or other files"):
+        CliRunner().invoke(app, ["jets", "evaluate", str(home / "jets.npz"), "-r", str(home / "run")], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sample"], "holds draws already: --resume goes on"),
+        (
+            ["train", "--resume", "--network", "lite", "--epochs", "3", "--batch-size", "32", "--held-out", "0.2"],
+            "holds draws of this tagger, which would not be its own any more",
+        ),
+    ],
+    ids=["sample", "train"],
+)
+def test_draws_are_not_lost_or_left_behind(words: list[str], said: str, home: Path) -> None:
+    command, *options = words
+    result = CliRunner().invoke(
+        app, ["jets", command, str(home / "jets.npz"), "-r", str(home / "run"), "--device", "cpu", *options]
+    )
+    assert result.exit_code == 2
+    assert said in plain(result.output)
+
+
+def test_few_steps_are_told_of(home: Path, tmp_path: Path) -> None:
+    trained = run(
+        "train", "bundled:others", "--max-jets", 600, "-r", tmp_path, "--network", "lite", "--epochs", 1, "--device", "cpu"
+    )
+    assert "1 steps of 1" in trained.output
+    assert "so few steps train hardly anything" in trained.output

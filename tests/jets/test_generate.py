@@ -209,10 +209,9 @@ def test_asking_for_more_keeps_what_is_there(made: Path, copied: Path) -> None:
     assert {name: mark for name, mark in marks(copied).items() if name in NAMES} == marks(made)
 
 
-def test_asking_for_fewer_gives_exactly_so_many_the_first_ones(made: Path, copied: Path) -> None:
+def test_asking_for_fewer_destroys_no_jets(made: Path, copied: Path) -> None:
     fewer = read_jets(make(copied, {"qcd": 15}))
-    assert len(fewer) == 15
-    assert torch.equal(fewer.jet, read_jets([made / NAMES[0], made / NAMES[1]])[:15].jet)
+    assert torch.equal(fewer.jet, read_jets([made / NAMES[0], made / NAMES[1]]).jet)
 
 
 OTHER: dict[str, tuple[Settings, str]] = {

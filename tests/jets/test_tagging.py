@@ -22,6 +22,7 @@ from adammcmc.jets.observables import observables
 from adammcmc.jets.tagging import (
     Measured,
     accuracy,
+    at_equal_score,
     auc,
     evaluate,
     groups,
@@ -239,13 +240,17 @@ def test_scores_are_read_as_they_were_written(tmp_path: Path) -> None:
     jets = Jets(OTHERS.counts, OTHERS.particles, OTHERS.jet, OTHERS.kind.clone())
     jets.kind[3] = -1  # nobody knows
     said = predicted(jets)
-    write_scores(tmp_path / "scores.csv", jets, said)
+    rows, trained = torch.arange(len(jets)) + 7, torch.rand(len(jets))
+    write_scores(tmp_path / "scores.csv", jets, said, rows=rows, trained=trained)
     table = read_scores(tmp_path / "scores.csv")
     assert torch.equal(table["kind"], jets.kind)
     expected = {
         "pt": jets.jet[:, 0],
         "eta": jets.jet[:, 1],
         "mass": jets.jet[:, 3],
+        "phi": jets.jet[:, 2],
+        "row": rows,
+        "trained": trained,
         "score": said.mean[:, 1],
         "q25": said.quantile(0.25)[:, 1],
         "q50": said.quantile(0.5)[:, 1],
@@ -301,7 +306,7 @@ def test_wrong_arguments_are_told_what_is_wrong(
 @pytest.mark.parametrize("text", ["", "a,b,c\n1,2,3\n", "kind,pt\n"])
 def test_other_files_are_no_files_of_scores(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(text)
-    with pytest.raises(ValueError, match=r"a.csv' is no file of scores: its first line must be kind,pt,eta"):
+    with pytest.raises(ValueError, match=r"a.csv' is no file of scores: its first line must be row,kind,pt"):
         read_scores(tmp_path / "a.csv")
 
 
@@ -340,3 +345,15 @@ def test_a_perfect_tagger_can_be_drawn(tmp_path: Path) -> None:
     raw = (JETS.kind * 0.8 + 0.1).repeat(4, 1) + 0.01 * torch.randn(4, 200, generator=torch.Generator().manual_seed(0))
     draw_tagging(tmp_path / "tagging.png", prediction(raw), JETS)
     assert is_picture(tmp_path / "tagging.png")
+
+
+def test_values_at_equal_score_are_means_over_the_nearest() -> None:
+    torch.manual_seed(0)
+    scores, values, wanted = torch.rand(400), torch.rand(400), torch.rand(30)
+    found = at_equal_score(values, scores, wanted, neighbours=10)
+    order = scores.argsort()
+    for score, value in zip(wanted, found, strict=True):
+        place = int((scores < score).sum())
+        first = min(max(place - 5, 0), 390)
+        assert float(value) == pytest.approx(float(values[order[first : first + 10]].double().mean()), abs=1e-12)
+    assert torch.allclose(at_equal_score(values, scores, wanted, neighbours=1000), values.double().mean())

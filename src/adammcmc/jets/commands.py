@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
@@ -11,11 +14,15 @@ import typer
 
 if TYPE_CHECKING:
     from adammcmc.jets.data import Jets
+    from adammcmc.jets.tagger import Tagger
 
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Top tagging: make jets, read the field's files, train ParticleNet, sample its posterior.", no_args_is_help=True
+    help="Top tagging: make jets, read the field's files, train ParticleNet, sample its posterior.",
+    epilog="In this order: generate (or your own files), train, sample, evaluate. bundled:jets and bundled:others come along: "
+    "adammcmc jets train bundled:jets --run runs/a --network lite --batch-size 256. More in docs/jets.md.",
+    no_args_is_help=True,
 )
 
 
@@ -41,7 +48,7 @@ class PrecisionChoice(StrEnum):
     bfloat16 = "bfloat16"
 
 
-Files = Annotated[list[Path], typer.Argument(help="Files or folders of jets: .h5, .root, .npz, .parquet.")]
+Files = Annotated[list[Path], typer.Argument(help="Files or folders of jets: .h5, .root, .npz, .parquet; or bundled:jets.")]
 MaxJets = Annotated[int | None, typer.Option(min=1, help="Read no more than this many jets.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
 Precise = Annotated[PrecisionChoice, typer.Option(help="bfloat16 is faster on a GPU.")]
@@ -53,7 +60,7 @@ Seed = Annotated[int, typer.Option(min=0, help="Fixes every random number.")]
 def generate(
     folder: Annotated[Path, typer.Argument(help="Where the shards go; a call that was stopped goes on.")],
     jets: Annotated[int, typer.Option(min=1, help="Jets of each kind.")] = 10_000,
-    kinds: Annotated[str, typer.Option(help="Of qcd, top, w, z, h_bb, h_ww, quark, gluon; or 'all'.")] = "top,qcd",
+    kinds: Annotated[str, typer.Option(help="Some of qcd,top,w,z,h_bb,h_ww,quark,gluon, with commas; or all.")] = "top,qcd",
     pt: Annotated[tuple[float, float], typer.Option(help="Window of the jets' pT, GeV.")] = (550.0, 650.0),
     flat: Annotated[bool, typer.Option("--flat", help="A nearly flat spectrum of pT inside the window.")] = False,
     shard_size: Annotated[int, typer.Option(min=1, help="Jets in a file.")] = 2000,
@@ -69,12 +76,11 @@ def generate(
     from adammcmc.jets.generate import Settings, Window, generate
 
     names = KINDS if kinds == "all" else [name.strip() for name in kinds.split(",") if name.strip()]
+    if not names:
+        raise typer.BadParameter("--kinds names no kind of jets.")
     settings = Settings(seed=seed, window=Window(*pt), flat=flat, shard_size=shard_size)
-    try:
+    with _stopping(f"stopped; whole shards are in {folder}, and the same command goes on with the rest."):
         paths = generate(folder, dict.fromkeys(names, jets), settings, workers=workers)
-    except KeyboardInterrupt:
-        typer.echo(f"stopped; whole shards are in {folder}, and the same command goes on with the rest.", err=True)
-        raise typer.Exit(130) from None
     typer.echo(f"{jets:,} jets each of {', '.join(names)}: {len(paths)} files in {folder}")
     typer.echo("Please cite Pythia (arXiv:2203.11601) and FastJet (arXiv:1111.6097) if you publish with them.")
 
@@ -104,7 +110,12 @@ def train(
     lr: Annotated[float, typer.Option(help="Adam's learning rate; falls to a hundredth in the second half.")] = 2e-3,
     held_out: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the jets to test on, not to train on.")] = 0.1,
     max_jets: MaxJets = None,
-    resume: Annotated[bool, typer.Option("--resume", help="The same command goes on after its last epoch.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="The same command goes on after its last epoch; more --epochs raise the learning rate again."
+        ),
+    ] = False,
     device: Device = None,
     precision: Precise = PrecisionChoice.float32,
     compile: Compile = False,
@@ -119,16 +130,26 @@ def train(
     if (run / "tagger.safetensors").exists() and not resume:
         raise typer.BadParameter(f"'{run}' holds a tagger already: choose another folder, or --resume.")
     settings = Training(network.value, epochs=epochs, batch_size=batch_size, lr=lr, seed=seed, held_out=held_out)
-    train, test = settings.split(_two_classes(files, max_jets))
+    jets = _two_classes(files, max_jets)
+    train, test = settings.split(jets)
     settings = replace(settings, batch_size=min(batch_size, len(train)))
     if resume and (run / "tagger.safetensors").exists():
         tagger = Tagger.load(run, device=device, precision=precision.value, compiled=compile, epochs=epochs)
         for name, value in asdict(tagger.training).items():
             if value != getattr(settings, name):
                 raise typer.BadParameter(f"the tagger in '{run}' was trained with {name} = {value}: to go on, say the same.")
+        _check_same(tagger, jets, run)
+        if (run / "posterior").exists() and tagger.epochs < epochs:
+            raise typer.BadParameter(
+                f"'{run}' holds draws of this tagger, which would not be its own any more: use another folder."
+            )
     else:
         tagger = Tagger(settings, device=device, precision=precision.value, compiled=compile)
-    typer.echo(f"training on {train!r}, on {tagger.device}")
+        tagger.trained_on = jets.digest()
+    steps = settings.epochs * (len(train) // settings.batch_size)
+    typer.echo(f"training on {train!r}, {steps:,} steps of {settings.batch_size} jets, on {tagger.device}")
+    if steps < 100:
+        typer.echo("so few steps train hardly anything: use more --epochs, or a smaller --batch-size.", err=True)
 
     def after(tagger: Tagger, loss: float) -> None:
         tagger.save(run)
@@ -138,7 +159,10 @@ def train(
             line += f", on {len(test):,} held-out jets: accuracy {accuracy(scores, test.kind)}, AUC {auc(scores, test.kind)}"
         typer.echo(line)
 
-    tagger.train(train, after_epoch=after)
+    with _stopping(
+        f"stopped; {run} has the tagger of its last whole epoch, if there was one: the same command with --resume goes on."
+    ):
+        tagger.train(train, after_epoch=after)
     typer.echo(f"{run}: next, `adammcmc jets sample {' '.join(str(f) for f in files)} --run {run}`")
 
 
@@ -147,19 +171,31 @@ def sample(
     files: Files,
     run: Annotated[Path, typer.Option("--run", "-r", help="The folder of the tagger; the draws go to RUN/posterior.")],
     sampler: Annotated[
-        SamplerChoice, typer.Option(help="adam-mcmc: Algorithm 1; as-released: the published code; underdamped: exact.")
+        SamplerChoice,
+        typer.Option(
+            help="adam-mcmc: Algorithm 1, approximate; as-released: the published code; underdamped: exact, all jets a step."
+        ),
     ] = SamplerChoice.adam_mcmc,
-    lr: Annotated[float, typer.Option(help="Of the Adam step.")] = 1e-3,
-    sigma: Annotated[float, typer.Option(help="Noise on one weight.")] = 3e-4,
-    sigma_along: Annotated[float, typer.Option(help="Noise along the step, in steps.")] = 2.0,
+    lr: Annotated[float, typer.Option(help="Of the Adam step (not underdamped).")] = 1e-3,
+    sigma: Annotated[
+        float, typer.Option(help="Noise on one weight (not underdamped): the larger, the more is rejected.")
+    ] = 3e-4,
+    sigma_along: Annotated[
+        float, typer.Option(help="Noise along the Adam step, in steps (not underdamped); 0 rejects nearly all.")
+    ] = 2.0,
     inverse_temperature: Annotated[float, typer.Option(help="lambda; multiplies the sum of all losses, 1 is Bayes.")] = 1.0,
     batch_size: Annotated[int, typer.Option(min=2, help="Jets in a step (underdamped: always all).")] = 512,
-    burn_in: Annotated[int | None, typer.Option(min=0, help="Steps before the chain counts.")] = None,
+    burn_in: Annotated[
+        int | None, typer.Option(min=0, help="Steps before the chain counts; if not given, a quarter of those that follow.")
+    ] = None,
     gap: Annotated[int, typer.Option(min=1, help="Steps between draws.")] = 100,
-    draws: Annotated[int, typer.Option(min=1, help="Of each chain.")] = 10,
-    chains: Annotated[int, typer.Option(min=1, help="One after the other.")] = 1,
+    draws: Annotated[int, typer.Option(min=2, help="Copies of the weights to keep, of each chain.")] = 10,
+    chains: Annotated[int, typer.Option(min=1, help="Chains, one after the other, from the same start.")] = 1,
+    prior_gain: Annotated[
+        float, typer.Option(min=0.0, help="Gaussian prior: sd of a weight times sqrt(fan in); 0 is flat, as in the paper.")
+    ] = 2.0,
     training_mode: Annotated[
-        bool, typer.Option("--training-mode", help="Batch statistics and dropout, as in the paper.")
+        bool, typer.Option("--training-mode", help="BatchNorm on the batch, and dropout, as in the paper.")
     ] = False,
     max_jets: MaxJets = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a chain that was stopped.")] = False,
@@ -172,24 +208,32 @@ def sample(
     from adammcmc.jets.tagger import Tagger
 
     tagger = Tagger.load(run, device=device, precision=precision.value, compiled=compile)
-    train, _ = tagger.training.split(_two_classes(files, max_jets))
-    posterior = tagger.sample(
-        train,
-        sampler=sampler.value,
-        lr=lr,
-        sigma=sigma,
-        sigma_along=sigma_along,
-        inverse_temperature=inverse_temperature,
-        batch_size=batch_size,
-        burn_in=burn_in,
-        gap=gap,
-        num_draws=draws,
-        num_chains=chains,
-        in_training_mode=training_mode,
-        seed=seed,
-        path=run / "posterior",
-        resume=resume,
-    )
+    jets = _two_classes(files, max_jets)
+    _check_same(tagger, jets, run)
+    train, _ = tagger.training.split(jets)
+    if (run / "posterior" / "run.json").exists() and not resume:
+        raise typer.BadParameter(
+            f"'{run}' holds draws already: --resume goes on with them; for others copy the tagger elsewhere."
+        )
+    with _stopping(f"stopped; the draws so far are in {run / 'posterior'}: the same command with --resume goes on."):
+        posterior = tagger.sample(
+            train,
+            sampler=sampler.value,
+            lr=lr,
+            sigma=sigma,
+            sigma_along=sigma_along,
+            inverse_temperature=inverse_temperature,
+            prior_gain=prior_gain or None,
+            batch_size=batch_size,
+            burn_in=burn_in,
+            gap=gap,
+            num_draws=draws,
+            num_chains=chains,
+            in_training_mode=training_mode,
+            seed=seed,
+            path=run / "posterior",
+            resume=resume,
+        )
     typer.echo(str(posterior))
 
 
@@ -201,37 +245,74 @@ def evaluate(
         bool, typer.Option("--held-out", help="The files are those of the training: look at the held-out jets only.")
     ] = False,
     others: Annotated[list[Path] | None, typer.Option(help="Jets from elsewhere, for the figure over pT.")] = None,
+    output: Annotated[Path | None, typer.Option(help="A folder for what is written; RUN if not given.")] = None,
     max_jets: MaxJets = None,
     device: Device = None,
     precision: Precise = PrecisionChoice.float32,
 ) -> None:
     """Accuracy, AUC, rejection; mean and spread by class and correctness; mutual information against pT.
 
-    Writes RUN/scores.csv (one line a jet), RUN/tagging.png and, with --others, RUN/others.csv and RUN/others.png.
+    Writes scores.csv (one line a jet), tagging.png and tagging.json and, with --others, others.csv and others.png.
     """
+    import torch
+
     from adammcmc.jets.figures import draw_others, draw_tagging
     from adammcmc.jets.tagger import Tagger
-    from adammcmc.jets.tagging import evaluate, write_scores
+    from adammcmc.jets.tagging import accuracy, auc, compare_kinds, evaluate, write_scores
 
     tagger = Tagger.load(run, device=device, precision=precision.value)
-    posterior = tagger.posterior(run / "posterior")
+    if not (run / "posterior").is_dir():
+        raise typer.BadParameter(f"'{run}' has no posterior yet: run `adammcmc jets sample ... --run {run}` first.")
+    folder = run if output is None else output
+    folder.mkdir(parents=True, exist_ok=True)
+    elsewhere = _read(others, max_jets) if others else None
     jets = _two_classes(files, max_jets)
+    rows = torch.arange(len(jets))
     if held_out:
-        jets = tagger.training.split(jets)[1]
-        if not len(jets):
+        _check_same(tagger, jets, run)
+        rows = tagger.training.split_rows(len(jets))[1]
+        if not len(rows):
             raise ValueError(f"the tagger in '{run}' was trained on all jets: there are no held-out ones.")
+    elif jets.digest() == tagger.trained_on:
+        raise ValueError(f"these are the jets that the tagger in '{run}' was trained on: use --held-out, or other files.")
+    jets = jets[rows]
+    posterior = tagger.posterior(run / "posterior")
     typer.echo(str(posterior))
-    prediction = tagger.predict(posterior, jets)
-    typer.echo(str(evaluate(prediction, jets.kind)))
-    write_scores(run / "scores.csv", jets, prediction)
-    draw_tagging(run / "tagging.png", prediction, jets)
-    if others:
-        elsewhere = _read(others, max_jets)
+    trained, prediction = tagger.scores(jets), tagger.predict(posterior, jets)
+    numbers = evaluate(prediction, jets.kind)
+    typer.echo(f"trained network alone: accuracy {accuracy(trained, jets.kind)}, AUC {auc(trained, jets.kind)}")
+    typer.echo(f"mean over {len(posterior)} draws, {numbers}")
+    write_scores(folder / "scores.csv", jets, prediction, rows=rows, trained=trained)
+    (folder / "tagging.json").write_text(json.dumps(asdict(numbers), indent=1) + "\n")
+    draw_tagging(folder / "tagging.png", prediction, jets)
+    written = ["scores.csv", "tagging.json", "tagging.png"]
+    if elsewhere is not None:
         unseen = tagger.predict(posterior, elsewhere)
-        write_scores(run / "others.csv", elsewhere, unseen)
-        draw_others(run / "others.png", (jets, prediction), (elsewhere, unseen))
-    written = ["scores.csv", "tagging.png", *(["others.csv", "others.png"] if others else [])]
-    typer.echo(f"{run}: {', '.join(written)}")
+        for kind in compare_kinds(prediction, elsewhere, unseen):
+            typer.echo(str(kind))
+        write_scores(folder / "others.csv", elsewhere, unseen, trained=tagger.scores(elsewhere))
+        draw_others(folder / "others.png", (jets, prediction), (elsewhere, unseen))
+        written += ["others.csv", "others.png"]
+    typer.echo(f"{folder}: {', '.join(written)}")
+
+
+@contextmanager
+def _stopping(words: str) -> Iterator[None]:
+    """What to say after an interrupt."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(words, err=True)
+        raise typer.Exit(130) from None
+
+
+def _check_same(tagger: Tagger, jets: Jets, run: Path) -> None:
+    """What is held out depends on the jets and their order: with others it would be jets of the training."""
+    if jets.digest() != tagger.trained_on:
+        raise ValueError(
+            f"these are not the jets that the tagger in '{run}' was trained on: give the same files in the same order, and the "
+            "same --max-jets."
+        )
 
 
 def _read(files: list[Path], max_jets: int | None) -> Jets:

@@ -10,6 +10,7 @@ Particles of a jet are ordered by pT, the hardest first, and are given relative 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -164,6 +165,10 @@ class Jets:
     def shuffled(self, seed: int) -> Jets:
         """The same jets in another order, which the seed fixes."""
         return self[torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))]
+
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that tell these jets, in this order, from others."""
+        return hashlib.blake2b(self.jet.numpy().tobytes(), digest_size=8).hexdigest()
 
     # --- the compact code -------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """A small detector in the style of the Delphes ATLAS card: tracks, towers, and energy flow.
 
-1. Charged particles bend in a solenoid; soft ones curl up inside it and never reach the calorimeter.
+1. Charged particles come from the middle and bend in a solenoid; soft ones curl up inside and never reach the calorimeter.
 2. A charged particle becomes a track with an efficiency, its pT smeared.
 3. What reaches the calorimeter adds to the towers, 0.1 in eta and 10 degrees in phi, of an electromagnetic and a hadronic
    layer; photons and hadrons have the same towers. A tower's energy is smeared.
@@ -52,7 +52,8 @@ class Detector:
 
     Args:
         field: of the solenoid, Tesla.
-        radius: of the calorimeter's front, metres.
+        radius: of the calorimeter's barrel, metres.
+        half_length: from the middle to its endcaps, metres.
         tower_eta: width of a tower.
         tower_phi: width of a tower, degrees.
         min_ecal: least energy of an electromagnetic excess, GeV.
@@ -62,6 +63,7 @@ class Detector:
 
     field: float = 2.0
     radius: float = 1.15
+    half_length: float = 3.51
     tower_eta: float = 0.1
     tower_phi: float = 10.0
     min_ecal: float = 0.5
@@ -97,30 +99,28 @@ class Detector:
         energy = np.hypot(seen.pt * np.cosh(seen.eta), seen.mass)
         is_muon = np.abs(seen.pdg) == 13
         is_electromagnetic = np.isin(np.abs(seen.pdg), (11, 22))
-        ecal_share = np.where(is_electromagnetic, 1.0, np.where(np.isin(np.abs(seen.pdg), (310, 3122)), 0.3, 0.0))
-        for share, resolution, least in (
-            (ecal_share, _ecal_resolution, self.min_ecal),
-            (1.0 - ecal_share, _hcal_resolution, self.min_hcal),
+        for stops_here, resolution, least in (
+            (is_electromagnetic, _ecal_resolution, self.min_ecal),
+            (~is_electromagnetic & ~is_muon, _hcal_resolution, self.min_hcal),
         ):
-            hit = reaches & ~is_muon & (share > 0)
+            hit = reaches & stops_here
             if not hit.any():
                 continue
             numbers, place = np.unique(tower[hit], return_inverse=True)
             eta = (numbers % per_event // self._phi_bins) * self.tower_eta - _ETA_EDGE  # lower edges
             phi = (numbers % self._phi_bins) * np.deg2rad(self.tower_phi) - np.pi
-            deposit = _sums(place, (energy * share)[hit], len(numbers))
-            measured = _lognormal(deposit, resolution(deposit, eta), random)
-            error = resolution(measured, eta)
-            tracks = _sums(place, (track_energy * share)[hit], len(numbers))
-            track_variance = _sums(place, ((track_energy * share * sigma) ** 2)[hit], len(numbers))
+            centre = np.asarray(eta + 0.5 * self.tower_eta, np.float64)
+            deposit = _sums(place, energy[hit], len(numbers))
+            measured = _lognormal(deposit, resolution(deposit, centre), random)
+            error = resolution(measured, centre)
+            tracks = _sums(place, track_energy[hit], len(numbers))
+            track_variance = _sums(place, ((track_energy * sigma) ** 2)[hit], len(numbers))
             excess = measured - tracks
             is_excess = (excess > least) & (excess > self.min_significance * np.sqrt(error**2 + track_variance))
             # no excess: the best estimate of the tracks' energy weighs both measurements
             weight = track_variance / np.maximum(track_variance + error**2, 1e-12)
             best = np.where(is_excess | (tracks <= 0), 1.0, 1 + weight * (excess / np.where(tracks > 0, tracks, 1.0)))
-            scale = np.ones(len(seen.pt))
-            scale[hit] = best[place]
-            flow_pt *= np.where(share == 1, scale, 1.0)
+            flow_pt[hit] *= best[place]
             where = np.flatnonzero(is_excess)
             # the position of a tower is anywhere in it
             tower_eta = eta[where] + self.tower_eta * random.random(len(where))
@@ -137,13 +137,15 @@ class Detector:
 
     def _towers(self, seen: Particles) -> tuple[Integers, NDArray[np.bool_]]:
         """The tower that each particle points to, and whether it gets there."""
-        charged = seen.charge != 0
-        # a helix of radius rho = pT / (0.3 q B) reaches the calorimeter if its diameter does
-        ratio = np.where(charged, 0.15 * np.abs(seen.charge) * self.field * self.radius / np.maximum(seen.pt, 1e-9), 0.0)
-        reaches = ratio < 1
-        turn = np.arcsin(np.minimum(ratio, 1.0))
-        stretch = np.where(ratio > 1e-6, turn / np.maximum(ratio, 1e-6), 1.0)  # of the arc over the straight line
-        eta = np.arcsinh(np.sinh(seen.eta) * stretch)
+        sinh = np.sinh(seen.eta)
+        # after an arc 2 rho a (rho = pT / 0.3 q B) a helix is 2 rho sin(a) from the beam, turned by a, at z = 2 rho a sinh(eta)
+        ratio = 0.15 * np.abs(seen.charge) * self.field * self.radius / np.maximum(seen.pt, 1e-9)  # radius / 2 rho
+        to_barrel = np.where(ratio < 1, np.arcsin(np.minimum(ratio, 1.0)), np.inf)
+        to_endcap = ratio * (self.half_length / self.radius) / np.maximum(np.abs(sinh), 1e-9)
+        turn = np.minimum(to_barrel, to_endcap)
+        reaches = turn <= np.pi / 2  # what has to turn back on its way curls up inside
+        turn = np.where(reaches, turn, 0.0)
+        eta = np.arcsinh(sinh / np.sinc(turn / np.pi))  # sinc: sin(a) / a
         reaches &= np.abs(eta) < _ETA_EDGE
         phi = np.remainder(seen.phi - np.sign(seen.charge) * turn + np.pi, 2 * np.pi)
         eta_bin = np.floor((np.clip(eta, -4.89, 4.89) + _ETA_EDGE) / self.tower_eta).astype(np.int64)
@@ -179,10 +181,14 @@ def _efficiency(seen: Particles) -> Floats:
 
 
 def _track_resolution(seen: Particles) -> Floats:
-    """sigma(pT) / pT."""
-    eta = np.abs(seen.eta)
-    constant: Floats = np.select([eta <= 0.5, eta <= 1.5], [0.06, 0.10], 0.25)
-    slope = np.select([eta <= 0.5, eta <= 1.5], [1.3e-3, 1.7e-3], 3.1e-3)
+    """sigma(pT) / pT, by species and eta: a constant, and a part that grows with pT."""
+    eta, pdg = np.abs(seen.eta), np.abs(seen.pdg)
+    regions = [eta <= 0.5, eta <= 1.5]
+    constant = np.select(regions, [0.06, 0.10], 0.25)
+    constant = np.where(pdg == 11, np.select(regions, [0.03, 0.05], 0.15), constant)
+    constant = np.where(pdg == 13, np.select(regions, [0.01, 0.015], 0.025), constant)
+    slope = np.select(regions, [1.3e-3, 1.7e-3], 3.1e-3)
+    slope = np.where(pdg == 13, np.select(regions, [1.0e-4, 1.5e-4], 3.5e-4), slope)
     return np.asarray(np.hypot(constant, seen.pt * slope), np.float64)
 
 

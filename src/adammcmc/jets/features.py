@@ -55,12 +55,12 @@ def cloud_of(jets: Jets, *, num_neighbours: int = 16, max_particles: int = MAX_P
     if not len(jets):
         raise ValueError("there are no jets.")
     jets = jets.leading(max_particles)
-    neighbours = [_first_graph(jets[i : i + 4096], num_neighbours, max_particles) for i in range(0, len(jets), 4096)]
+    neighbours = [_first_graph(jets[i : i + 512], num_neighbours) for i in range(0, len(jets), 512)]
     return Cloud(jets.counts, jets.particles[:, 1:3], features(jets.particles, jets.jet[jets.owner]), torch.cat(neighbours))
 
 
-def _first_graph(jets: Jets, k: int, width: int) -> Tensor:
-    return nearest(jets.particles[:, 1:3].double(), jets.rows, k, width)
+def _first_graph(jets: Jets, k: int) -> Tensor:
+    return nearest(jets.particles[:, 1:3].double(), jets.rows, k, max(k + 1, int(jets.counts.max())))
 
 
 def cloud_bytes(jets: Jets, num_neighbours: int = 16) -> int:

@@ -99,7 +99,7 @@ def panel_information(axes: Any, seen: tuple[Jets, Prediction], elsewhere: tuple
             linewidth=1,
             label=LABELS[name],
         )
-    axes.set(xlabel="jet pT, GeV", ylabel="mutual information, nats", title="Jets it was not trained on")
+    axes.set(xlabel="jet pT, GeV", ylabel="mutual information, nats", title="Other jets: kinds it never saw, other pT")
     axes.set_ylim(bottom=0)
     axes.legend(ncols=2, fontsize=7, loc="upper right")
     axes.set_ylim(top=1.35 * axes.get_ylim()[1])  # room for the legend

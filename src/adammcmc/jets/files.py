@@ -6,6 +6,7 @@
     .parquet     our own compact code, a jet a row
 
 Our compact code is that of `Jets.encode`: about 0.25 kB a jet on disk. A folder is all its files, in the order of their names.
+"bundled:jets" and "bundled:others" are the samples that come with the library.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ def write_jets(path: str | Path, jets: Jets) -> None:
     path = Path(path)
     if path.suffix not in _WRITERS:
         raise ValueError(f"jets are written to .npz or .parquet, got '{path.name}'.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder '{path.parent}' does not exist.")
     temporary = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
     try:
         _WRITERS[path.suffix](temporary, jets)
@@ -88,6 +91,8 @@ def write_jets(path: str | Path, jets: Jets) -> None:
 
 def bundled(name: str) -> Path:
     """A sample that comes with the library: 'jets' (top and QCD in the reference window) or 'others' (all kinds, 0.5-1 TeV)."""
+    if name not in ("jets", "others"):
+        raise FileNotFoundError(f"there is no bundled sample '{name}': there are 'jets' and 'others'.")
     return Path(__file__).parent / "bundled" / f"{name}.npz"
 
 
@@ -95,6 +100,8 @@ def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     found: list[Path] = []
     for path in given:
+        if str(path).startswith("bundled:"):
+            path = bundled(str(path).removeprefix("bundled:"))
         if path.is_dir():
             inside = sorted(p for p in path.iterdir() if p.suffix in _READERS and not p.name.startswith("."))
             if not inside:
@@ -119,7 +126,8 @@ def _explained(path: Path) -> Iterator[None]:
     except (JetFileError, ImportError, MemoryError):
         raise
     except Exception as error:  # each library has exceptions of its own for broken files
-        raise JetFileError(f"'{path}' cannot be read ({type(error).__name__}: {error}). Is it whole?") from error
+        said = ([line.strip() for line in str(error).splitlines() if line.strip()] or [""])[-1]  # HDF5's has a page before it
+        raise JetFileError(f"'{path}' cannot be read ({type(error).__name__}: {said}). Is it whole?") from error
 
 
 def _checked(path: Path, jets: Jets, first: int) -> Jets:

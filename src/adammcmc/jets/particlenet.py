@@ -161,6 +161,11 @@ class ParticleNet(nn.Module):
             return self._forward_padded(points, features, mask)
 
     def _forward_packed(self, cloud: Cloud) -> Tensor:
+        # (a GPU is not asked: it would have to be waited for)
+        if cloud.counts.device.type == "cpu" and not torch.compiler.is_compiling() and len(cloud.counts):
+            most = int(cloud.counts.max())
+            if most > self.max_particles:
+                raise ValueError(f"a jet has {most} particles, the network takes {self.max_particles}: use jets.leading(...).")
         where = Rows.of(cloud.counts, len(cloud.points))
         x = self.bn_fts(cloud.features)
         for i, (k, block) in enumerate(zip(self._neighbours, self.edge_convs, strict=True)):

@@ -30,7 +30,7 @@ from adammcmc.jets.particlenet import ParticleNet, ParticleNetLite
 from adammcmc.optimizer import AdamMCMC, AsReleased
 from adammcmc.posterior import Posterior
 from adammcmc.predictive import Prediction
-from adammcmc.progress import show_bar
+from adammcmc.progress import Bar, show_bar
 from adammcmc.run import sample
 from adammcmc.target import Gaussian
 
@@ -78,8 +78,13 @@ class Training:
 
     def split(self, jets: Jets) -> tuple[Jets, Jets]:
         """Jets to train on and the held-out ones: always the same of the same jets."""
-        mixed = jets.shuffled(20_190_221)
-        cut = len(jets) - round(self.held_out * len(jets))
+        train, test = self.split_rows(len(jets))
+        return jets[train], jets[test]
+
+    def split_rows(self, number: int) -> tuple[Tensor, Tensor]:
+        """The numbers of the jets to train on, and of the held-out ones, of so many."""
+        mixed = torch.randperm(number, generator=torch.Generator().manual_seed(20_190_221))
+        cut = number - round(self.held_out * number)
         return mixed[:cut], mixed[cut:]
 
     def factor(self, step: int, total: int) -> float:
@@ -116,7 +121,10 @@ class Tagger:
         if precision not in ("float32", "bfloat16"):
             raise ValueError(f"`precision` must be 'float32' or 'bfloat16', got {precision!r}.")
         self.training = training or Training()
-        self.device = best_device() if device is None else torch.device(device)
+        try:
+            self.device = best_device() if device is None else torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"`device` must be 'cpu' or 'cuda', got {device!r}.") from error
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError("there is no CUDA device here: leave `device` out, or 'cpu'.")
         with torch.random.fork_rng([]):
@@ -126,6 +134,8 @@ class Tagger:
         self.net.autocast = torch.bfloat16 if precision == "bfloat16" else None
         self.adam = torch.optim.Adam(self.net.parameters(), lr=self.training.lr, betas=self.training.betas)
         self.steps = self.epochs = 0
+        self.trained_on = ""
+        """Tells the jets of the training, with the held-out ones, from others; see `Jets.digest`."""
         self._random: dict[str, Any] | None = None
         # what is called in training and sampling; prediction takes the network itself, whose weights are exchanged
         self._called: torch.nn.Module = torch.compile(self.net) if compiled else self.net  # type: ignore[assignment]
@@ -157,30 +167,34 @@ class Tagger:
         data.load_state_dict({"seed": training.seed, "epoch": self.epochs, "position": 0, "batch_size": training.batch_size})
         total = training.epochs * data.num_batches
         devices = [self.device] if self.device.type == "cuda" else []
-        self.net.train()
-        with torch.random.fork_rng(devices), show_bar("training", show=progress) as bar:
+        with torch.random.fork_rng(devices):
             self._start_random()
             while self.epochs < training.epochs:
-                losses = torch.zeros((), device=self.device)
-                for _ in range(data.num_batches):
-                    for group in self.adam.param_groups:
-                        group["lr"] = training.lr * training.factor(self.steps, total)
-                    cloud, labels = to_device(next(data), self.device)
-                    self.adam.zero_grad()
-                    loss = F.cross_entropy(self._called(cloud), labels)
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    self.adam.step()
-                    losses += loss.detach()
-                    self.steps += 1
-                    bar.update(self.steps, total, lambda loss=loss: f"loss {float(loss):.3f}")  # type: ignore[misc]
+                self.net.train()
+                with show_bar(f"epoch {self.epochs + 1}/{training.epochs}", show=progress) as bar:
+                    mean = self._epoch(data, total, bar)
                 self.epochs += 1
-                mean = float(losses) / data.num_batches
                 if not mean < float("inf"):
                     raise FloatingPointError(f"the training loss of epoch {self.epochs} is {mean}: lower `lr`.")
                 self._random = self._present_random()
                 if after_epoch is not None:
                     after_epoch(self, mean)
-                    self.net.train()
+
+    def _epoch(self, data: JetData, total: int, bar: Bar) -> float:
+        """One pass over the data; returns the mean loss."""
+        losses = torch.zeros((), device=self.device)
+        for done in range(1, data.num_batches + 1):
+            for group in self.adam.param_groups:
+                group["lr"] = self.training.lr * self.training.factor(self.steps, total)
+            cloud, labels = to_device(next(data), self.device)
+            self.adam.zero_grad()
+            loss = F.cross_entropy(self._called(cloud), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.adam.step()
+            losses += loss.detach()
+            self.steps += 1
+            bar.update(done, data.num_batches, lambda loss=loss: f"loss {float(loss):.3f}")  # type: ignore[misc]
+        return float(losses) / data.num_batches
 
     def _start_random(self) -> None:
         if self._random is None:
@@ -208,6 +222,7 @@ class Tagger:
                 "steps": self.steps,
                 "epochs": self.epochs,
                 "random": self._random,
+                "trained_on": self.trained_on,
             }
         )
         path, temporary = folder / _FILE, folder / f".{_FILE}.{os.getpid()}"
@@ -248,6 +263,7 @@ class Tagger:
             tagger.net.load_state_dict(state["net"])
             tagger.adam.load_state_dict(state["adam"])
             tagger.steps, tagger.epochs, tagger._random = state["steps"], state["epochs"], state["random"]
+            tagger.trained_on = state["trained_on"]
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"'{path}' cannot be read ({error}): is it a tagger of this library, and whole?") from error
         return tagger
@@ -290,8 +306,8 @@ class Tagger:
             sigma: noise on one weight.
             sigma_along: noise along the step, in steps.
             inverse_temperature: lambda; 1 is Bayes.
-            prior_gain: of a Gaussian prior with variance gain^2 / fan_in; None is flat (the paper's, on a large ball): then
-                there is no posterior unless the loss bounds it.
+            prior_gain: of a Gaussian prior, `Gaussian.fan_in`: sd gain / sqrt(fan_in) for weights, 1 for biases and BatchNorm.
+                None is flat (the paper's, on a large ball): then there is no posterior unless the loss bounds it.
             batch_size: jets in a step.
             burn_in: steps before the first draw; None is the library's choice.
             gap: steps between draws.
@@ -346,7 +362,10 @@ class Tagger:
         """The trained network's own probability of the signal, without a posterior."""
         self.net.eval()
         parts = (to_device(cloud, self.device) for cloud, _ in self.data(jets).in_order(batch_size))
-        return torch.cat([self.net(cloud).float().softmax(1)[:, 1] for cloud in parts]).cpu()
+        scores = torch.cat([self.net(cloud).float().softmax(1)[:, 1] for cloud in parts]).cpu()
+        if not bool(scores.isfinite().all()):
+            raise FloatingPointError("the network's answers are not finite: its training ran away; lower `lr`.")
+        return scores
 
 
 def best_device() -> torch.device:

@@ -26,7 +26,9 @@ __all__ = [
     "Measured",
     "Tagging",
     "accuracy",
+    "at_equal_score",
     "auc",
+    "compare_kinds",
     "evaluate",
     "groups",
     "mutual_information_by_pt",
@@ -215,24 +217,105 @@ def mutual_information_by_pt(information: Tensor, jets: Jets, edges: Sequence[fl
     return found
 
 
+class Kind(NamedTuple):
+    """Jets of one kind from elsewhere, and what the draws say about them."""
+
+    name: str
+    jets: int
+    pt: tuple[float, float]
+    tagged: float
+    """Share that is taken for signal."""
+    information: Measured
+    """Mean mutual information, nats."""
+    at_equal_score: float
+    """Of held-out jets with the same scores."""
+    telling: Measured
+    """Area under the ROC curve of telling these jets from the held-out ones by their mutual information; 1/2 is guessing."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name:<8} {self.jets:>7,} jets of {self.pt[0]:.0f}-{self.pt[1]:.0f} GeV, {self.tagged:.0%} tagged; mutual "
+            f"information {self.information} (held-out of the same scores: {self.at_equal_score:.4f}), AUROC {self.telling}"
+        )
+
+
+def compare_kinds(held_out: Prediction, others: Jets, unseen: Prediction) -> list[Kind]:
+    """Each kind of jets from elsewhere beside the held-out jets of the kinds that the tagger was trained on."""
+    known, known_scores = held_out.mutual_information, scores_of(held_out)
+    found = []
+    for number, name in [*enumerate(KINDS), (-1, "unknown")]:
+        chosen = others.kind == number
+        if not bool(chosen.any()):
+            continue
+        information, scores = unseen.mutual_information[chosen], scores_of(unseen)[chosen]
+        is_other = torch.cat([torch.zeros(len(known)), torch.ones(len(information))])
+        low, high = others.jet[chosen, 0].aminmax()
+        found.append(
+            Kind(
+                name,
+                int(chosen.sum()),
+                (float(low), float(high)),
+                float((scores > 0.5).double().mean()),
+                Measured(float(information.mean()), _variance_of_mean(information.double()) ** 0.5),
+                float(at_equal_score(known, known_scores, scores).mean()),
+                auc(torch.cat([known, information]), is_other),
+            )
+        )
+    return found
+
+
+def at_equal_score(values: Tensor, scores: Tensor, wanted: Tensor, neighbours: int = 50) -> Tensor:
+    """What jets of the same score have on average: for each of `wanted`, the mean value of those with the nearest scores.
+
+    Spread and mutual information follow the score: any jitter of the weights moves a score of 1/2 more than one near 0 or 1.
+    What is left beyond jets of the same score is what the draws know about a jet besides its score.
+
+    Args:
+        values: of the jets to compare with, (jets,).
+        scores: theirs.
+        wanted: scores of other jets.
+        neighbours: how many jets are averaged over.
+    """
+    order = scores.argsort()
+    ordered = scores[order].contiguous()
+    sums = torch.cat([torch.zeros(1, dtype=torch.float64), values[order].double().cumsum(0)])
+    number = min(neighbours, len(ordered))
+    first = (torch.searchsorted(ordered, wanted.contiguous()) - number // 2).clamp(0, len(ordered) - number)
+    return (sums[first + number] - sums[first]) / number
+
+
 # --- files of scores ------------------------------------------------------------------------------------------------------
 
-_COLUMNS = ("kind", "pt", "eta", "mass", "score", "q25", "q50", "q75", "entropy", "mutual_information")
+_COLUMNS = ("row", "kind", "pt", "eta", "phi", "mass", "trained", "score", "q25", "q50", "q75", "entropy", "mutual_information")
 
 
-def write_scores(path: str | Path, jets: Jets, prediction: Prediction) -> None:
-    """One line a jet, comma-separated: kind, pT, eta, mass; mean score, its quartiles, entropy, mutual information."""
+def write_scores(
+    path: str | Path, jets: Jets, prediction: Prediction, *, rows: Tensor | None = None, trained: Tensor | None = None
+) -> None:
+    """One line a jet, comma-separated: where it was read, kind, pT, eta, phi, mass; the trained network's own score; the mean
+    score over the draws, its quartiles, entropy, mutual information.
+
+    Args:
+        path: of the file.
+        jets: that were predicted for.
+        prediction: of the draws.
+        rows: (jets,) numbers of the jets where they come from; None counts them.
+        trained: (jets,) scores of the trained network; None leaves them out (nan).
+    """
+    rows = torch.arange(len(jets)) if rows is None else rows
+    trained = torch.full((len(jets),), torch.nan) if trained is None else trained
     score = scores_of(prediction)
     if len(score) != len(jets):
         raise ValueError(f"{len(jets)} jets need as many predictions, got {len(score)}.")
     kinds = [KINDS[k] if k >= 0 else "unknown" for k in jets.kind.tolist()]
     quantiles = [prediction.quantile(q)[:, 1] for q in (0.25, 0.5, 0.75)]
-    columns = [*jets.jet[:, [0, 1, 3]].unbind(1), score, *quantiles, prediction.entropy, prediction.mutual_information]
+    answers = [trained, score, *quantiles, prediction.entropy, prediction.mutual_information]
+    columns = [*jets.jet[:, :4].unbind(1), *answers]
     with Path(path).open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(_COLUMNS)
-        for kind, *values in zip(kinds, *(column.tolist() for column in columns), strict=True):
-            writer.writerow([kind, *(f"{value:.7g}" for value in values)])
+        for row, kind, *values in zip(rows.tolist(), kinds, *(column.tolist() for column in columns), strict=True):
+            writer.writerow([row, kind, *(f"{value:.7g}" for value in values)])
 
 
 def read_scores(path: str | Path) -> dict[str, Tensor]:
