@@ -50,7 +50,7 @@ def demo(
     """Top tagging in small: ParticleNet-Lite on bundled jets, Adam, then AdamMCMC.
 
     Prints what is sampled, accuracy, AUC and rejection, the spread for right and wrong tags, and the mutual information on
-    kinds of jets that the network never saw; draws a picture. Takes about three minutes on two cores.
+    kinds of jets that the network never saw; draws a picture. Takes two to four minutes on two cores.
     """
     try:
         from adammcmc.demo import run_demo

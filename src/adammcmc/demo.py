@@ -34,7 +34,7 @@ def run_demo(output: Path, *, epochs: int = 8, gap: int = 20, num_draws: int = 1
 
     jets, others = read_jets(bundled("jets")), read_jets(bundled("others"))
     train, test = jets[:-NUM_TEST], jets[-NUM_TEST:]
-    say(f"[bold]1. Adam[/] trains ParticleNet-Lite on {train!r}. All in all about three minutes on two cores.")
+    say(f"[bold]1. Adam[/] trains ParticleNet-Lite on {train!r}. All in all two to four minutes on two cores.")
     tagger = Tagger(Training("lite", epochs=epochs, batch_size=256, lr=4e-3, seed=seed))
     tagger.train(train)
     say(f"[bold]2. AdamMCMC[/] draws its {sum(p.numel() for p in tagger.net.parameters()):,} weights.")
@@ -67,24 +67,24 @@ def _information_table(test: Jets, prediction: Prediction, others: Jets, unseen:
 
     table = Table(
         title="Mutual information, in nats: what the weights do not know",
-        caption="at equal score: held-out jets of the same scores. AUROC: telling these jets from held-out ones by it.",
+        caption="equal score: held-out jets of the same scores. AUROC: telling these jets from held-out ones by it.",
     )
-    for heading in ("jets", "pT, GeV", "as top", "information", "at equal score", "AUROC"):
+    for heading in ("jets", "pT, GeV", "as top", "information", "equal score", "AUROC"):
         table.add_column(heading)
     for number, name in enumerate(("qcd", "top")):
         values, scores = (x[test.kind == number] for x in (prediction.mutual_information, scores_of(prediction)))
         window = "{:.0f}-{:.0f}".format(*test.jet[:, 0].aminmax())
         table.add_row(
-            f"{LABELS[name]}, held out", window, f"{float((scores > 0.5).float().mean()):.0%}", f"{float(values.mean()):.4f}"
+            f"{LABELS[name]} held out", window, f"{float((scores > 0.5).float().mean()):.0%}", f"{float(values.mean()):.4f}"
         )
     for kind in compare_kinds(prediction, others, unseen):
         table.add_row(
             LABELS[kind.name],
             "{:.0f}-{:.0f}".format(*kind.pt),
             f"{kind.tagged:.0%}",
-            f"{kind.information.value:.4f} +- {kind.information.error:.4f}",
+            f"{kind.information.value:.4f}±{kind.information.error:.4f}",
             f"{kind.at_equal_score:.4f}",
-            f"{kind.telling.value:.2f} +- {kind.telling.error:.2f}",
+            f"{kind.telling.value:.2f}±{kind.telling.error:.2f}",
         )
     return table
 

@@ -81,8 +81,8 @@ def rejection(scores: Tensor, labels: Tensor, efficiency: float) -> Measured:
     """1 / eps_B at this signal efficiency.
 
     The error has two parts, added in quadrature: the number of background jets above the cut, and the cut itself, which the
-    signal jets place within +- sqrt(eps_S (1 - eps_S) / N_S) of the wanted efficiency. With no background above the cut the
-    rejection is infinite: there are too few jets to measure it.
+    signal jets place within +- sqrt(eps_S (1 - eps_S) / N_S) of the wanted efficiency. With fewer than ten background jets
+    above the cut the error is a guess itself; with none the rejection is infinite: there are too few jets to measure it.
     """
     if not 0 < efficiency < 1:
         raise ValueError(f"`efficiency` must be between 0 and 1, got {efficiency}.")
