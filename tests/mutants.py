@@ -212,7 +212,7 @@ MUTANTS = [
     ),
     Mutant(
         "jets that do not hold their heavy particle",
-        "jets/generate.py",
+        "jets/events.py",
         "chosen &= _holds_heavy(record, process, event, jets, settings.radius)",
         "pass",
         "tests/jets/test_generate.py",

@@ -16,7 +16,8 @@ import torch
 
 from adammcmc.jets import KINDS, Jets, bundled, read_jets, write_jets
 from adammcmc.jets.detector import Detector
-from adammcmc.jets.generate import PROCESSES, Settings, Window, generate
+from adammcmc.jets.events import PROCESSES, Settings, Window
+from adammcmc.jets.generate import generate
 
 SETTINGS = Settings(shard_size=10)
 WANTED = {"top": 20, "qcd": 20}
@@ -143,7 +144,8 @@ def test_the_banner_of_fastjet_is_not_printed_and_what_follows_is(tmp_path: Path
     # a process of its own, since FastJet greets once
     greeting = "import fastjet; fastjet.ClusterSequence([fastjet.PseudoJet(1, 0, 0, 1)], fastjet.JetDefinition(0, 0.4))"
     script = (
-        "from adammcmc.jets.generate import Settings, generate\n"
+        "from adammcmc.jets.events import Settings\n"
+        "from adammcmc.jets.generate import generate\n"
         f"generate({str(tmp_path / 'a')!r}, {{'qcd': 1}}, Settings(shard_size=1), workers=1, progress=False)\n"
         "print('afterwards')\n"
     )

@@ -73,7 +73,8 @@ def generate(
     anti-kT R = 0.8, 550 < pT < 650 GeV, |eta| < 2. About 60 to 110 a second and core.
     """
     from adammcmc.jets.data import KINDS
-    from adammcmc.jets.generate import Settings, Window, generate
+    from adammcmc.jets.events import Settings, Window
+    from adammcmc.jets.generate import generate
 
     names = KINDS if kinds == "all" else [name.strip() for name in kinds.split(",") if name.strip()]
     if not names:
