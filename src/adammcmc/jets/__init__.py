@@ -4,6 +4,7 @@ from adammcmc.jets.data import KINDS, Jets, jets_from_p4
 from adammcmc.jets.features import JetData, cloud_of, features, padded_inputs
 from adammcmc.jets.files import JetFileError, bundled, read_jets, stream_jets, write_jets
 from adammcmc.jets.particlenet import Cloud, ParticleNet, ParticleNetLite
+from adammcmc.jets.streaming import StreamedJets
 
 __all__ = [
     "KINDS",
@@ -13,6 +14,7 @@ __all__ = [
     "Jets",
     "ParticleNet",
     "ParticleNetLite",
+    "StreamedJets",
     "bundled",
     "cloud_of",
     "features",

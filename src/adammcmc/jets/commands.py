@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    import torch
+
     from adammcmc.jets.data import Jets
-    from adammcmc.jets.tagger import Tagger
+    from adammcmc.jets.streaming import StreamedJets
+    from adammcmc.jets.tagger import Tagger, Training
 
 __all__ = ["app"]
 
@@ -50,6 +54,9 @@ class PrecisionChoice(StrEnum):
 
 Files = Annotated[list[Path], typer.Argument(help="Files or folders of jets: .h5, .root, .npz, .parquet; or bundled:jets.")]
 MaxJets = Annotated[int | None, typer.Option(min=1, help="Read no more than this many jets.")]
+AtOnce = Annotated[
+    int | None, typer.Option(min=1, help="More jets than fit in memory: stream the files, so many jets at a time.")
+]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
 Precise = Annotated[PrecisionChoice, typer.Option(help="bfloat16 is faster on a GPU.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Use torch.compile: a minute to start, faster steps.")]
@@ -111,6 +118,7 @@ def train(
     lr: Annotated[float, typer.Option(help="Adam's learning rate; falls to a hundredth in the second half.")] = 2e-3,
     held_out: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the jets to test on, not to train on.")] = 0.1,
     max_jets: MaxJets = None,
+    at_once: AtOnce = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -123,7 +131,8 @@ def train(
     seed: Seed = 0,
 ) -> None:
     """Train ParticleNet on top and QCD jets with Adam."""
-    from adammcmc.jets.tagger import Tagger, Training
+    from adammcmc.jets.streaming import StreamedJets
+    from adammcmc.jets.tagger import Tagger, Training, best_device
     from adammcmc.jets.tagging import accuracy, auc
 
     if run.exists() and not run.is_dir():
@@ -131,23 +140,23 @@ def train(
     if (run / "tagger.safetensors").exists() and not resume:
         raise typer.BadParameter(f"'{run}' holds a tagger already: choose another folder, or --resume.")
     settings = Training(network.value, epochs=epochs, batch_size=batch_size, lr=lr, seed=seed, held_out=held_out)
-    jets = _two_classes(files, max_jets)
-    train, test = settings.split(jets)
-    settings = replace(settings, batch_size=min(batch_size, len(train)))
+    train, test, mark = _split(files, max_jets, at_once, settings, best_device() if device is None else device)
+    number = len(train.heads if isinstance(train, StreamedJets) else train)
+    settings = replace(settings, batch_size=min(batch_size, number))
     if resume and (run / "tagger.safetensors").exists():
         tagger = Tagger.load(run, device=device, precision=precision.value, compiled=compile, epochs=epochs)
         for name, value in asdict(tagger.training).items():
             if value != getattr(settings, name):
                 raise typer.BadParameter(f"the tagger in '{run}' was trained with {name} = {value}: to go on, say the same.")
-        _check_same(tagger, jets, run)
+        _check_same(tagger, mark, run)
         if (run / "posterior").exists() and tagger.epochs < epochs:
             raise typer.BadParameter(
                 f"'{run}' holds draws of this tagger, which would not be its own any more: use another folder."
             )
     else:
         tagger = Tagger(settings, device=device, precision=precision.value, compiled=compile)
-        tagger.trained_on = jets.digest()
-    steps = settings.epochs * (len(train) // settings.batch_size)
+        tagger.trained_on = mark
+    steps = settings.epochs * (number // settings.batch_size)
     typer.echo(f"training on {train!r}, {steps:,} steps of {settings.batch_size} jets, on {tagger.device}")
     if steps < 100:
         typer.echo("so few steps train hardly anything: use more --epochs, or a smaller --batch-size.", err=True)
@@ -155,9 +164,10 @@ def train(
     def after(tagger: Tagger, loss: float) -> None:
         tagger.save(run)
         line = f"epoch {tagger.epochs}: mean loss {loss:.4f}"
-        if set(test.kind.tolist()) == {0, 1}:
+        kind = test.heads.kind if isinstance(test, StreamedJets) else test.kind
+        if set(kind.tolist()) == {0, 1}:
             scores = tagger.scores(test)
-            line += f", on {len(test):,} held-out jets: accuracy {accuracy(scores, test.kind)}, AUC {auc(scores, test.kind)}"
+            line += f", on {len(kind):,} held-out jets: accuracy {accuracy(scores, kind)}, AUC {auc(scores, kind)}"
         typer.echo(line)
 
     with _stopping(
@@ -199,6 +209,7 @@ def sample(
         bool, typer.Option("--training-mode", help="BatchNorm on the batch, and dropout, as in the paper.")
     ] = False,
     max_jets: MaxJets = None,
+    at_once: AtOnce = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a chain that was stopped.")] = False,
     device: Device = None,
     precision: Precise = PrecisionChoice.float32,
@@ -209,9 +220,9 @@ def sample(
     from adammcmc.jets.tagger import Tagger
 
     tagger = Tagger.load(run, device=device, precision=precision.value, compiled=compile)
-    jets = _two_classes(files, max_jets)
-    _check_same(tagger, jets, run)
-    train, _ = tagger.training.split(jets)
+    settings = replace(tagger.training, batch_size=batch_size)
+    train, _, mark = _split(files, max_jets, at_once, settings, tagger.device)
+    _check_same(tagger, mark, run)
     if (run / "posterior" / "run.json").exists() and not resume:
         raise typer.BadParameter(
             f"'{run}' holds draws already: --resume goes on with them; for others copy the tagger elsewhere."
@@ -248,6 +259,7 @@ def evaluate(
     others: Annotated[list[Path] | None, typer.Option(help="Jets from elsewhere, for the figure over pT.")] = None,
     output: Annotated[Path | None, typer.Option(help="A folder for what is written; RUN if not given.")] = None,
     max_jets: MaxJets = None,
+    at_once: AtOnce = None,
     device: Device = None,
     precision: Precise = PrecisionChoice.float32,
 ) -> None:
@@ -258,6 +270,7 @@ def evaluate(
     import torch
 
     from adammcmc.jets.figures import draw_others, draw_tagging
+    from adammcmc.jets.files import jet_files
     from adammcmc.jets.tagger import Tagger
     from adammcmc.jets.tagging import accuracy, auc, compare_kinds, evaluate, write_scores
 
@@ -267,19 +280,28 @@ def evaluate(
     folder = run if output is None else output
     folder.mkdir(parents=True, exist_ok=True)
     elsewhere = _read(others, max_jets) if others else None
-    jets = _two_classes(files, max_jets)
-    rows = torch.arange(len(jets))
-    if held_out:
-        _check_same(tagger, jets, run)
-        rows = tagger.training.split_rows(len(jets))[1]
-        if not len(rows):
-            raise ValueError(f"the tagger in '{run}' was trained on all jets: there are no held-out ones.")
-    elif jets.digest() == tagger.trained_on:
-        raise ValueError(f"these are the jets that the tagger in '{run}' was trained on: use --held-out, or other files.")
-    jets = jets[rows]
+    what: Jets | StreamedJets
+    if at_once is None:
+        jets = _two_classes(files, max_jets)
+        rows = torch.arange(len(jets))
+        if held_out:
+            _check_same(tagger, jets.digest(), run)
+            rows = tagger.training.split_rows(len(jets))[1]
+        elif jets.digest() == tagger.trained_on:
+            raise ValueError(f"these are the jets that the tagger in '{run}' was trained on: use --held-out, or other files.")
+        what = jets = jets[rows]
+    else:
+        chosen = jet_files(files)
+        if held_out:
+            _check_same(tagger, _mark(chosen), run)
+            chosen = tagger.training.split_files(chosen)[1]
+        what = _streamed(chosen, tagger.training.batch_size, at_once, tagger.device)
+        jets, rows = what.heads, torch.arange(what.num_data)
+    if not len(jets):
+        raise ValueError(f"the tagger in '{run}' was trained on all jets: there are no held-out ones.")
     posterior = tagger.posterior(run / "posterior")
     typer.echo(str(posterior))
-    trained, prediction = tagger.scores(jets), tagger.predict(posterior, jets)
+    trained, prediction = tagger.scores(what), tagger.predict(posterior, what)
     numbers = evaluate(prediction, jets.kind)
     typer.echo(f"trained network alone: accuracy {accuracy(trained, jets.kind)}, AUC {auc(trained, jets.kind)}")
     typer.echo(f"mean over {len(posterior)} draws, {numbers}")
@@ -307,12 +329,47 @@ def _stopping(words: str) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _check_same(tagger: Tagger, jets: Jets, run: Path) -> None:
+def _split(
+    files: list[Path], max_jets: int | None, at_once: int | None, training: Training, device: str | torch.device
+) -> tuple[Jets | StreamedJets, Jets | StreamedJets, str]:
+    """Jets to train on, held-out ones, and what tells them all from others. Of streams whole files are held out."""
+    from adammcmc.jets.files import jet_files
+
+    if at_once is None:
+        jets = _two_classes(files, max_jets)
+        return (*training.split(jets), jets.digest())
+    if max_jets is not None:
+        raise typer.BadParameter("--max-jets is for jets in memory, --at-once for streams: choose one.")
+    everything = jet_files(files)
+    train, test = training.split_files(everything)
+    held_out: Jets | StreamedJets = _streamed(test, training.batch_size, at_once, device) if test else _no_jets()
+    return _streamed(train, training.batch_size, at_once, device), held_out, _mark(everything)
+
+
+def _streamed(files: list[Path], batch_size: int, at_once: int, device: str | torch.device) -> StreamedJets:
+    from adammcmc.jets.streaming import StreamedJets
+
+    return StreamedJets(files, batch_size, at_once=at_once, device=device)
+
+
+def _no_jets() -> Jets:
+    from adammcmc.jets.files import bundled, read_jets
+
+    return read_jets(bundled("jets"), max_jets=1)[:0]
+
+
+def _mark(files: list[Path]) -> str:
+    """Tells files from others by name and size."""
+    text = "".join(f"{file.name} {file.stat().st_size} " for file in files)
+    return f"files {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+def _check_same(tagger: Tagger, mark: str, run: Path) -> None:
     """What is held out depends on the jets and their order: with others it would be jets of the training."""
-    if jets.digest() != tagger.trained_on:
+    if mark != tagger.trained_on:
         raise ValueError(
             f"these are not the jets that the tagger in '{run}' was trained on: give the same files in the same order, and the "
-            "same --max-jets."
+            "same --max-jets or --at-once."
         )
 
 

@@ -40,7 +40,7 @@ def read_jets(paths: str | Path | Sequence[str | Path], max_jets: int | None = N
         >>> len(jets)
         100
     """
-    files = _files(paths)
+    files = jet_files(paths)
     if max_jets is None:
         return Jets.cat(stream_jets(files))
     if max_jets < 1:
@@ -63,7 +63,7 @@ def stream_jets(paths: str | Path | Sequence[str | Path], chunk: int = _CHUNK) -
     """The jets of these files (or folders), about `chunk` at a time (our .npz: a file at a time)."""
     if chunk < 1:
         raise ValueError(f"`chunk` must be positive, got {chunk}.")
-    for path in _files(paths):
+    for path in jet_files(paths):
         reader = _READERS[path.suffix]
         first = 0
         with _explained(path):
@@ -96,7 +96,8 @@ def bundled(name: str) -> Path:
     return Path(__file__).parent / "bundled" / f"{name}.npz"
 
 
-def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+def jet_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+    """The files behind these paths: a folder is all its files of jets, `bundled:...` a sample of ours."""
     given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     found: list[Path] = []
     for path in given:

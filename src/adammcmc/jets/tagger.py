@@ -9,7 +9,7 @@ Training stops and goes on at the end of an epoch, bit for bit on a CPU.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from adammcmc.factory import Factory
 from adammcmc.jets.data import Jets
 from adammcmc.jets.features import JetData, cloud_bytes
 from adammcmc.jets.particlenet import ParticleNet, ParticleNetLite
+from adammcmc.jets.streaming import StreamedJets
 from adammcmc.optimizer import AdamMCMC, AsReleased
 from adammcmc.posterior import Posterior
 from adammcmc.predictive import Prediction
@@ -80,6 +81,15 @@ class Training:
         """Jets to train on and the held-out ones: always the same of the same jets."""
         train, test = self.split_rows(len(jets))
         return jets[train], jets[test]
+
+    def split_files(self, files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+        """Files to train on and held-out ones, where jets are streamed: about the share of the files, at least one."""
+        order = torch.randperm(len(files), generator=torch.Generator().manual_seed(20_190_221)).tolist()
+        number = max(1, round(self.held_out * len(files))) if self.held_out > 0 else 0
+        if number >= len(files):
+            raise ValueError(f"of {len(files)} files none is left to train on: write the jets in shards, or hold out none.")
+        cut = len(files) - number
+        return [files[i] for i in sorted(order[:cut])], [files[i] for i in sorted(order[cut:])]
 
     def split_rows(self, number: int) -> tuple[Tensor, Tensor]:
         """The numbers of the jets to train on, and of the held-out ones, of so many."""
@@ -137,11 +147,14 @@ class Tagger:
         self.trained_on = ""
         """Tells the jets of the training, with the held-out ones, from others; see `Jets.digest`."""
         self._random: dict[str, Any] | None = None
+        self._next_batch: dict[str, Any] | None = None
         # what is called in training and sampling; prediction takes the network itself, whose weights are exchanged
         self._called: torch.nn.Module = torch.compile(self.net) if compiled else self.net  # type: ignore[assignment]
 
-    def data(self, jets: Jets, batch_size: int | None = None) -> JetData:
-        """These jets for this network: on its device if they fit there, on the host otherwise."""
+    def data(self, jets: Jets | StreamedJets, batch_size: int | None = None) -> JetData | StreamedJets:
+        """These jets for this network: on its device if they fit there, on the host otherwise. Streams stay what they are."""
+        if isinstance(jets, StreamedJets):
+            return jets
         k = self.net.num_neighbours
         device = self.device if _fits(cloud_bytes(jets, k), self.device) else torch.device("cpu")
         return JetData(jets, batch_size, device=device, num_neighbours=k)
@@ -150,7 +163,7 @@ class Tagger:
 
     def train(
         self,
-        jets: Jets,
+        jets: Jets | StreamedJets,
         *,
         after_epoch: Callable[[Tagger, float], None] | None = None,
         progress: bool = True,
@@ -161,10 +174,14 @@ class Tagger:
         """
         training = self.training
         check_two_classes(jets)
-        if len(jets) < training.batch_size:
-            raise ValueError(f"{len(jets)} jets do not fill a batch of {training.batch_size}.")
+        if _number(jets) < training.batch_size:
+            raise ValueError(f"{_number(jets)} jets do not fill a batch of {training.batch_size}.")
         data = self.data(jets, training.batch_size)
-        data.load_state_dict({"seed": training.seed, "epoch": self.epochs, "position": 0, "batch_size": training.batch_size})
+        if data.batch_size != training.batch_size:
+            raise ValueError(f"the jets come in batches of {data.batch_size}, the training has {training.batch_size}.")
+        data.restart(training.seed)
+        if self._next_batch is not None:
+            data.load_state_dict(self._next_batch)
         total = training.epochs * data.num_batches
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -176,11 +193,11 @@ class Tagger:
                 self.epochs += 1
                 if not mean < float("inf"):
                     raise FloatingPointError(f"the training loss of epoch {self.epochs} is {mean}: lower `lr`.")
-                self._random = self._present_random()
+                self._random, self._next_batch = self._present_random(), data.state_dict()
                 if after_epoch is not None:
                     after_epoch(self, mean)
 
-    def _epoch(self, data: JetData, total: int, bar: Bar) -> float:
+    def _epoch(self, data: JetData | StreamedJets, total: int, bar: Bar) -> float:
         """One pass over the data; returns the mean loss."""
         losses = torch.zeros((), device=self.device)
         for done in range(1, data.num_batches + 1):
@@ -222,6 +239,7 @@ class Tagger:
                 "steps": self.steps,
                 "epochs": self.epochs,
                 "random": self._random,
+                "next_batch": self._next_batch,
                 "trained_on": self.trained_on,
             }
         )
@@ -263,7 +281,7 @@ class Tagger:
             tagger.net.load_state_dict(state["net"])
             tagger.adam.load_state_dict(state["adam"])
             tagger.steps, tagger.epochs, tagger._random = state["steps"], state["epochs"], state["random"]
-            tagger.trained_on = state["trained_on"]
+            tagger.trained_on, tagger._next_batch = state["trained_on"], state["next_batch"]
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"'{path}' cannot be read ({error}): is it a tagger of this library, and whole?") from error
         return tagger
@@ -272,7 +290,7 @@ class Tagger:
 
     def sample(
         self,
-        jets: Jets,
+        jets: Jets | StreamedJets,
         *,
         sampler: SamplerName = "adam-mcmc",
         lr: float = 1e-3,
@@ -329,10 +347,12 @@ class Tagger:
         if sampler not in makers:
             raise ValueError(f"there is no sampler '{sampler}'. Known: {', '.join(makers)}.")
         is_exact = sampler == "underdamped"
+        if is_exact and isinstance(jets, StreamedJets):
+            raise ValueError("'underdamped' looks at all jets in each step: they must fit in memory.")
         self.net.train(in_training_mode)
         return sample(
             self._called,
-            self.data(jets, None if is_exact or batch_size is None else min(batch_size, len(jets))),
+            self.data(jets, None if is_exact or batch_size is None else min(batch_size, _number(jets))),
             F.cross_entropy,
             sampler=makers[sampler],
             prior=None if prior_gain is None else Gaussian.fan_in(self.net, prior_gain),
@@ -351,14 +371,16 @@ class Tagger:
         """The chain that was kept in this folder."""
         return Posterior.open(folder, self.net)
 
-    def predict(self, posterior: Posterior, jets: Jets, *, batch_size: int | None = None, progress: bool = True) -> Prediction:
+    def predict(
+        self, posterior: Posterior, jets: Jets | StreamedJets, *, batch_size: int | None = None, progress: bool = True
+    ) -> Prediction:
         """What the draws say about these jets."""
         if batch_size is None and self.device.type == "cuda":
             batch_size = 2048
         return posterior.predict(self.data(jets), batch_size=batch_size, progress=progress)
 
     @torch.no_grad()
-    def scores(self, jets: Jets, batch_size: int = 512) -> Tensor:
+    def scores(self, jets: Jets | StreamedJets, batch_size: int = 512) -> Tensor:
         """The trained network's own probability of the signal, without a posterior."""
         self.net.eval()
         parts = (to_device(cloud, self.device) for cloud, _ in self.data(jets).in_order(batch_size))
@@ -378,8 +400,13 @@ def _fits(size: int, device: torch.device) -> bool:
     return device.type != "cuda" or size < 0.5 * torch.cuda.mem_get_info(device)[0]
 
 
-def check_two_classes(jets: Jets) -> None:
+def _number(jets: Jets | StreamedJets) -> int:
+    return len(jets) if isinstance(jets, Jets) else jets.num_data
+
+
+def check_two_classes(jets: Jets | StreamedJets) -> None:
     """Both top and QCD jets, and no others."""
+    jets = jets if isinstance(jets, Jets) else jets.heads
     found = set(jets.kind.tolist())
     if found != {0, 1}:
         raise ValueError(

@@ -1,0 +1,158 @@
+"""Jets that do not fit in memory: files are read group by group, mixed within a group, and served as batches.
+
+    epoch e:   the files in an order that (seed, e) fixes, in groups of at most `at_once` jets
+    group g:   its jets in memory (on the device, if they fit), in an order that (seed, e, g) fixes
+
+What does not fill a batch at the end of a group waits for another epoch. Mixing is as good as the groups are large, and as the
+files are mixed: shards that hold one kind each need groups of many files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adammcmc.data import Batch, Data, derive_seed
+from adammcmc.jets.data import Jets
+from adammcmc.jets.features import JetData
+from adammcmc.jets.files import jet_files, stream_jets
+
+__all__ = ["StreamedJets"]
+
+
+class StreamedJets(Data):
+    """Training data for `sample` and `Tagger`, in bounded memory.
+
+    Args:
+        paths: files or folders. They are read once here (to count the jets), then once an epoch: our .npz or .parquet read
+            fastest, in shards of less than `at_once` jets.
+        batch_size: jets in a batch.
+        at_once: jets in memory at a time.
+        kinds: which to take; None takes all.
+        device: where batches lie.
+        num_neighbours: of the first graph; the network's k.
+    """
+
+    _epoch: int
+    _number: int
+    """Of the group in its epoch."""
+    _position: int
+    """Of the next batch in its group."""
+    _group: JetData | None
+
+    def __init__(
+        self,
+        paths: str | Path | Sequence[str | Path],
+        batch_size: int = 512,
+        *,
+        at_once: int = 500_000,
+        kinds: Sequence[str] | None = ("qcd", "top"),
+        device: str | torch.device = "cpu",
+        num_neighbours: int = 16,
+    ) -> None:
+        if not 1 <= batch_size <= at_once:
+            raise ValueError(f"`batch_size` must be positive and at most `at_once`, got {batch_size} and {at_once}.")
+        self.files = jet_files(paths)
+        self.batch_size: int = batch_size
+        self._at_once, self._kinds, self._device, self._k = at_once, kinds, device, num_neighbours
+        heads = [self._heads(file) for file in self.files]
+        self._counts = [len(part) for part in heads]
+        self.heads = Jets.cat(heads)
+        """The jets without their particles, in the order of the files."""
+        self.num_data = len(self.heads)
+        for file, count in zip(self.files, self._counts, strict=True):
+            if count > at_once:
+                raise ValueError(
+                    f"'{file}' holds {count:,} jets, and `at_once` is {at_once:,}: write it in shards, or take more at once."
+                )
+        self.restart(0)
+        if self._groups(0)[0] is None:
+            raise ValueError(f"{self.num_data} jets do not fill a batch of {batch_size}.")
+
+    def __repr__(self) -> str:
+        tops = int((self.heads.kind == 1).sum())
+        return f"<StreamedJets: {self.num_data:,} ({tops:,} top) in {len(self.files)} files, {self._at_once:,} at once>"
+
+    def _heads(self, file: Path) -> Jets:
+        parts = [part for part in self._read(file) if len(part)]
+        empty = Jets(torch.zeros(0, dtype=torch.long), torch.zeros(0, 4), torch.zeros(0, 5), torch.zeros(0, dtype=torch.long))
+        return Jets.cat(Jets(torch.zeros_like(p.counts), p.particles[:0], p.jet, p.kind) for p in [empty, *parts])
+
+    def _read(self, file: Path) -> Iterator[Jets]:
+        for part in stream_jets(file):
+            yield part if self._kinds is None else part.of_kind(*self._kinds)
+
+    def _groups(self, epoch: int) -> tuple[list[int] | None, ...]:
+        """The files of each group of this epoch, None after the last. A group that does not fill a batch is left out."""
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch))
+        groups: list[list[int]] = [[]]
+        for file in torch.randperm(len(self.files), generator=generator).tolist():
+            if groups[-1] and sum(self._counts[i] for i in groups[-1]) + self._counts[file] > self._at_once:
+                groups.append([])
+            groups[-1].append(file)
+        return (*(group for group in groups if sum(self._counts[i] for i in group) >= self.batch_size), None)
+
+    def _load(self, files: Sequence[int]) -> JetData:
+        jets = Jets.cat(part for i in files for part in self._read(self.files[i]))
+        return JetData(jets, self.batch_size, device=self._device, num_neighbours=self._k)
+
+    def __next__(self) -> Batch:
+        if self._group is None:
+            files = self._groups(self._epoch)[self._number]
+            if files is None:
+                self._epoch, self._number = self._epoch + 1, 0
+                return next(self)
+            group = self._load(files)
+            state = {"seed": derive_seed(self._seed, self._epoch, self._number), "epoch": 0, "position": self._position}
+            group.load_state_dict({**state, "batch_size": self.batch_size})
+            self._group = group
+        group = self._group
+        batch = next(group)
+        self._position += 1
+        if self._position == group.num_batches:
+            self._group, self._number, self._position = None, self._number + 1, 0
+        return batch
+
+    @property
+    def num_batches(self) -> int:
+        """In the first epoch; others have as many, give or take what does not fill a batch."""
+        return sum(sum(self._counts[i] for i in group) // self.batch_size for group in self._groups(0) if group)
+
+    def in_order(self, size: int) -> Iterator[Batch]:
+        for file in self.files:
+            for part in self._read(file):
+                if len(part):
+                    yield from JetData(part, device=self._device, num_neighbours=self._k).in_order(size)
+
+    def fetch(self, indices: slice | Tensor) -> Batch:
+        """Chosen jets: their files are read for it, so that tests of single examples (`FullData`) are slow."""
+        wanted = torch.arange(self.num_data)[indices] if isinstance(indices, slice) else indices.cpu()
+        ends = torch.tensor(self._counts).cumsum(0)
+        owner = torch.searchsorted(ends, wanted, right=True)
+        parts, order = [], []
+        for file in sorted(set(owner.tolist())):
+            chosen = (owner == file).nonzero().squeeze(1)
+            jets = Jets.cat(self._read(self.files[file]))
+            parts.append(jets[wanted[chosen] - (ends[file] - self._counts[file])])
+            order.append(chosen)
+        jets = Jets.cat(parts)[torch.cat(order).argsort()]
+        return JetData(jets, device=self._device, num_neighbours=self._k).fetch(slice(None))
+
+    def restart(self, seed: int) -> None:
+        self._seed, self._epoch, self._number, self._position = seed, 0, 0, 0
+        self._group = None
+
+    def state_dict(self) -> dict[str, Any]:
+        where = {"seed": self._seed, "epoch": self._epoch, "group": self._number, "position": self._position}
+        return {**where, "batch_size": self.batch_size, "at_once": self._at_once}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in (("batch_size", self.batch_size), ("at_once", self._at_once)):
+            if state[name] != value:
+                raise ValueError(f"the run had {name} = {state[name]}, these data have {value}.")
+        self.restart(state["seed"])
+        self._epoch, self._number, self._position = state["epoch"], state["group"], state["position"]
