@@ -77,7 +77,10 @@ def test_a_tagger_is_evaluated_with_its_figures(home: Path) -> None:
         assert word in result.output
     assert re.search(r"trained network alone: accuracy 0\.\d+", result.output)
     assert re.search(r"h_ww .* mutual information 0\.\d+ .*AUROC 0\.\d+", result.output)
-    assert json.loads((folder / "tagging.json").read_text())["jets"] == 60
+    written = json.loads((folder / "tagging.json").read_text())
+    assert written["jets"] == 60
+    assert written["accuracy"]["value"] == pytest.approx(float(numbers[1]), abs=1e-4)
+    assert written["groups"]["top, right"]["jets"] > 0
     assert is_picture(folder / "tagging.png")
     assert is_picture(folder / "others.png")
     table = read_scores(folder / "scores.csv")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +24,7 @@ from adammcmc.jets.observables import observables
 from adammcmc.jets.tagging import (
     Measured,
     accuracy,
+    as_json,
     at_equal_score,
     auc,
     evaluate,
@@ -357,3 +360,11 @@ def test_values_at_equal_score_are_means_over_the_nearest() -> None:
         first = min(max(place - 5, 0), 390)
         assert float(value) == pytest.approx(float(values[order[first : first + 10]].double().mean()), abs=1e-12)
     assert torch.allclose(at_equal_score(values, scores, wanted, neighbours=1000), values.double().mean())
+
+
+def test_numbers_that_are_not_finite_are_null_in_json() -> None:
+    numbers = evaluate(predicted(JETS), JETS.kind)
+    endless = replace(numbers, rejection_30=Measured(float("inf"), float("nan")))
+    written = json.loads(as_json(endless), parse_constant=pytest.fail)
+    assert written["rejection_30"] == {"value": None, "error": None}
+    assert written["auc"] == {"value": numbers.auc.value, "error": numbers.auc.error}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -272,7 +271,7 @@ def evaluate(
     from adammcmc.jets.figures import draw_others, draw_tagging
     from adammcmc.jets.files import jet_files
     from adammcmc.jets.tagger import Tagger
-    from adammcmc.jets.tagging import accuracy, auc, compare_kinds, evaluate, write_scores
+    from adammcmc.jets.tagging import accuracy, as_json, auc, compare_kinds, evaluate, write_scores
 
     tagger = Tagger.load(run, device=device, precision=precision.value)
     if not (run / "posterior").is_dir():
@@ -306,7 +305,7 @@ def evaluate(
     typer.echo(f"trained network alone: accuracy {accuracy(trained, jets.kind)}, AUC {auc(trained, jets.kind)}")
     typer.echo(f"mean over {len(posterior)} draws, {numbers}")
     write_scores(folder / "scores.csv", jets, prediction, rows=rows, trained=trained)
-    (folder / "tagging.json").write_text(json.dumps(asdict(numbers), indent=1) + "\n")
+    (folder / "tagging.json").write_text(as_json(numbers))
     draw_tagging(folder / "tagging.png", prediction, jets)
     written = ["scores.csv", "tagging.json", "tagging.png"]
     if elsewhere is not None:

@@ -7,8 +7,9 @@ background; rejection: 1 / eps_B at a given eps_S.
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adammcmc.encoding import strict_json
 from adammcmc.jets.data import KINDS, Jets, kind_number
 from adammcmc.predictive import Prediction
 from adammcmc.uncertainty import quantile_of_sorted
@@ -26,6 +28,7 @@ __all__ = [
     "Measured",
     "Tagging",
     "accuracy",
+    "as_json",
     "at_equal_score",
     "auc",
     "compare_kinds",
@@ -158,6 +161,16 @@ class Tagging:
             spread = f"{middle:.4f} [{low:.4f}, {high:.4f}]"
             lines.append(f"{name:<11} {band.jets:>7,} jets, mean prediction {band.mean[1]:.3f}, spread {spread}")
         return "\n".join(lines)
+
+
+def as_json(numbers: Tagging) -> str:
+    """The numbers by name, for other programs; null where one is not finite (no background above the cut)."""
+    plain = {
+        field.name: value._asdict() if isinstance(value := getattr(numbers, field.name), Measured) else value
+        for field in fields(numbers)
+    }
+    plain["groups"] = {name: band._asdict() for name, band in numbers.groups.items()}
+    return json.dumps(strict_json(plain), indent=1, allow_nan=False) + "\n"
 
 
 def evaluate(prediction: Prediction, labels: Tensor) -> Tagging:
