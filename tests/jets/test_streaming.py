@@ -114,7 +114,7 @@ def test_wrong_requests_are_told(folder: Path) -> None:
     with pytest.raises(ValueError, match="`batch_size` must be positive and at most `at_once`, got 10 and 5"):
         StreamedJets(folder, 10, at_once=5)
     with pytest.raises(ValueError, match="260 jets do not fill a batch of 300"):
-        StreamedJets(folder, 300, at_once=1000)
+        next(StreamedJets(folder, 300, at_once=1000))
     with pytest.raises(ValueError, match="the run had batch_size = 20, these data have 10"):
         StreamedJets(folder, 10).load_state_dict(StreamedJets(folder, 20).state_dict())
     tagger = Tagger(Training("lite", batch_size=10), device="cpu")
@@ -176,3 +176,10 @@ def test_the_whole_road_from_the_shell(folder: Path, tmp_path: Path) -> None:
     assert f"{held_out[1]} jets: accuracy" in run("evaluate", *common, "--held-out")
     with pytest.raises(ValueError, match="not the jets that the tagger"):
         run("evaluate", folder, "--run", tmp_path, "--held-out", "--device", "cpu")
+    with pytest.raises(ValueError, match="was trained on: use --held-out"):
+        run("evaluate", *common)
+
+
+def test_few_jets_can_be_looked_at_though_they_fill_no_batch(folder: Path) -> None:
+    tagger = Tagger(Training("lite"), device="cpu")
+    assert tagger.scores(StreamedJets(folder, 512)).shape == (260,)

@@ -268,6 +268,7 @@ def evaluate(
     """
     import torch
 
+    from adammcmc.jets.data import Jets
     from adammcmc.jets.figures import draw_others, draw_tagging
     from adammcmc.jets.files import jet_files
     from adammcmc.jets.tagger import Tagger
@@ -279,25 +280,22 @@ def evaluate(
     folder = run if output is None else output
     folder.mkdir(parents=True, exist_ok=True)
     elsewhere = _read(others, max_jets) if others else None
+    if held_out and tagger.training.held_out == 0:
+        raise ValueError(f"the tagger in '{run}' was trained on all jets: there are no held-out ones.")
+    jets = _two_classes(files, max_jets) if at_once is None else Jets.empty()
+    mark = _mark(jet_files(files)) if at_once is not None else jets.digest()
+    if held_out:
+        _check_same(tagger, mark, run)
+    elif mark == tagger.trained_on:
+        raise ValueError(f"these are the jets that the tagger in '{run}' was trained on: use --held-out, or other files.")
     what: Jets | StreamedJets
     if at_once is None:
-        jets = _two_classes(files, max_jets)
-        rows = torch.arange(len(jets))
-        if held_out:
-            _check_same(tagger, jets.digest(), run)
-            rows = tagger.training.split_rows(len(jets))[1]
-        elif jets.digest() == tagger.trained_on:
-            raise ValueError(f"these are the jets that the tagger in '{run}' was trained on: use --held-out, or other files.")
+        rows = tagger.training.split_rows(len(jets))[1] if held_out else torch.arange(len(jets))
         what = jets = jets[rows]
     else:
-        chosen = jet_files(files)
-        if held_out:
-            _check_same(tagger, _mark(chosen), run)
-            chosen = tagger.training.split_files(chosen)[1]
+        chosen = tagger.training.split_files(jet_files(files))[1] if held_out else files
         what = _streamed(chosen, tagger.training.batch_size, at_once, tagger.device)
         jets, rows = what.heads, torch.arange(what.num_data)
-    if not len(jets):
-        raise ValueError(f"the tagger in '{run}' was trained on all jets: there are no held-out ones.")
     posterior = tagger.posterior(run / "posterior")
     typer.echo(str(posterior))
     trained, prediction = tagger.scores(what), tagger.predict(posterior, what)
@@ -332,6 +330,7 @@ def _split(
     files: list[Path], max_jets: int | None, at_once: int | None, training: Training, device: str | torch.device
 ) -> tuple[Jets | StreamedJets, Jets | StreamedJets, str]:
     """Jets to train on, held-out ones, and what tells them all from others. Of streams whole files are held out."""
+    from adammcmc.jets.data import Jets
     from adammcmc.jets.files import jet_files
 
     if at_once is None:
@@ -341,7 +340,7 @@ def _split(
         raise typer.BadParameter("--max-jets is for jets in memory, --at-once for streams: choose one.")
     everything = jet_files(files)
     train, test = training.split_files(everything)
-    held_out: Jets | StreamedJets = _streamed(test, training.batch_size, at_once, device) if test else _no_jets()
+    held_out: Jets | StreamedJets = _streamed(test, training.batch_size, at_once, device) if test else Jets.empty()
     return _streamed(train, training.batch_size, at_once, device), held_out, _mark(everything)
 
 
@@ -349,12 +348,6 @@ def _streamed(files: list[Path], batch_size: int, at_once: int, device: str | to
     from adammcmc.jets.streaming import StreamedJets
 
     return StreamedJets(files, batch_size, at_once=at_once, device=device)
-
-
-def _no_jets() -> Jets:
-    from adammcmc.jets.files import bundled, read_jets
-
-    return read_jets(bundled("jets"), max_jets=1)[:0]
 
 
 def _mark(files: list[Path]) -> str:

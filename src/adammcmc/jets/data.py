@@ -155,6 +155,12 @@ class Jets:
         return torch.stack([energy, pt * phi.cos(), pt * phi.sin(), pt * eta.sinh()], -1) * mask[..., None]
 
     @staticmethod
+    def empty() -> Jets:
+        """No jets."""
+        none = torch.zeros(0, dtype=torch.long)
+        return Jets(none, torch.zeros(0, 4), torch.zeros(0, 5), none)
+
+    @staticmethod
     def cat(parts: Iterable[Jets]) -> Jets:
         """Jets of several sets, one set after another."""
         parts = list(parts)

@@ -70,8 +70,6 @@ class StreamedJets(Data):
                     f"'{file}' holds {count:,} jets, and `at_once` is {at_once:,}: write it in shards, or take more at once."
                 )
         self.restart(0)
-        if self._groups(0)[0] is None:
-            raise ValueError(f"{self.num_data} jets do not fill a batch of {batch_size}.")
 
     def __repr__(self) -> str:
         tops = int((self.heads.kind == 1).sum())
@@ -79,8 +77,7 @@ class StreamedJets(Data):
 
     def _heads(self, file: Path) -> Jets:
         parts = [part for part in self._read(file) if len(part)]
-        empty = Jets(torch.zeros(0, dtype=torch.long), torch.zeros(0, 4), torch.zeros(0, 5), torch.zeros(0, dtype=torch.long))
-        return Jets.cat(Jets(torch.zeros_like(p.counts), p.particles[:0], p.jet, p.kind) for p in [empty, *parts])
+        return Jets.cat(Jets(torch.zeros_like(p.counts), p.particles[:0], p.jet, p.kind) for p in [Jets.empty(), *parts])
 
     def _read(self, file: Path) -> Iterator[Jets]:
         for part in stream_jets(file):
@@ -102,7 +99,10 @@ class StreamedJets(Data):
 
     def __next__(self) -> Batch:
         if self._group is None:
-            files = self._groups(self._epoch)[self._number]
+            groups = self._groups(self._epoch)
+            files = groups[self._number]
+            if groups == (None,):
+                raise ValueError(f"{self.num_data} jets do not fill a batch of {self.batch_size}.")
             if files is None:
                 self._epoch, self._number = self._epoch + 1, 0
                 return next(self)
