@@ -308,6 +308,9 @@ class _Chain:
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
+    def _loss(self, batch: Any) -> Tensor:
+        return self.run.loss(self.run.called, batch)
+
     def go(self, store: Store, bar: Bar) -> None:
         """To the last draw."""
         if (saved := store.saved(self.chain)) is None:
@@ -323,7 +326,7 @@ class _Chain:
         self._tell("on_start")
         while self.num_draws < run.num_draws:
             batch = run.batch if run.batch is not None else to_device(next(run.data), run.device)
-            sampler.step(lambda: run.loss(run.called, batch))  # noqa: B023  (called at once)
+            sampler.step(self._loss, batch)
             if self.scheduler is not None:
                 self.scheduler.step()
             if sampler.num_steps == 1:
