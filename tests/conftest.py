@@ -1,9 +1,10 @@
-"""Before anything is imported: without a GPU, Triton's kernels run in its interpreter (it decides when it is first imported)."""
+"""Before anything else is imported: without a GPU, Triton's kernels run in its interpreter (it decides once, at import)."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-if not Path("/dev/nvidiactl").exists():
+import torch
+
+if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -107,7 +107,7 @@ class Captures:
     def __init__(self) -> None:
         self._graphs: dict[Any, _Graph] = {}
         self._seen: dict[Any, int] = {}
-        self._functions: dict[int, Callable[..., Any]] = {}
+        self._functions: set[Callable[..., Any]] = set()
         self._reason: str | None = None
         self._ring: Ring | None = None
 
@@ -156,7 +156,7 @@ class Captures:
         """What must be the same for a graph to be valid; None if the batch has no shape that could be."""
         leaves, structure = _pytree.tree_flatten(batch)
         parts = tuple((x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else x for x in leaves)
-        key = (id(loss), structure, parts, sampler._graph_key())
+        key = (loss, structure, parts, sampler._graph_key())  # two bound methods of one object are equal
         try:
             hash(key)
         except TypeError:
@@ -167,10 +167,10 @@ class Captures:
         if (reason := sampler._why_not_captured()) is not None:
             return str(reason)
         code = getattr(loss, "__code__", None)
-        alike = [f for f in self._functions.values() if f is not loss and code is not None and f.__code__ is code]
+        alike = [f for f in self._functions if f != loss and code is not None and getattr(f, "__code__", None) is code]
         if len(alike) >= 2:
             return "each call brings a new function; define the loss once, outside of the loop"
-        self._functions[id(loss)] = loss  # kept, so that its identity is not given to another
+        self._functions.add(loss)
         if key not in self._seen and len(self._seen) >= _MOST * 2:
             return f"there are more than {_MOST} shapes of batches or settings; make batches alike, and leave the settings"
         return None
