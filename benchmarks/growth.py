@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adammcmc import AdamMCMC, FullData, TensorExamples
-from benchmarks.rivals import adam_step, batch_step, bind, closure_step, takes_batch
+from benchmarks.rivals import adam_step, batch_step, closure_step, takes_batch
 from benchmarks.step_cost import BATCH, network
-from benchmarks.timing import Step, machine, medians
+from benchmarks.timing import Step, bind, machine, medians
 
 WIDTHS = (128, 256, 512, 1024, 2048, 4096)  # 26k to 17M parameters
 BATCHES = (64, 256, 1024, 2048, 8192)

@@ -3,8 +3,8 @@
     python -m benchmarks.rivals [--device cpu|cuda] [--cores 1] [--output rivals.json]      (make bench-rivals)
 
 The network and batch of `benchmarks.step_cost`: MLP 64-w-w-10, cross entropy, 512 examples. The versions take turns, medians.
-On the CPU the process is bound to `--cores` cores, for every library alike. On CUDA a number is the time of a run of 20 steps,
-by events, over 20. A rival that is not installed is skipped.
+On the CPU the process is bound to `--cores` cores and keeps the memory it has had, for every library alike. On CUDA a number is
+the time of a run of 20 steps, by events, over 20. A rival that is not installed is skipped.
 
 A row says what is done for its milliseconds: whether a Metropolis test corrects the step, and how many gradients and further
 forwards of the batch it takes. Prices of a step are not prices of a draw: `benchmarks.networks` compares those.
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import adammcmc
 from adammcmc import MALA, AdamMCMC, AlwaysAccept, Gaussian, Sampler, Underdamped
 from benchmarks.step_cost import BATCH, WIDTHS, network
-from benchmarks.timing import Step, captured, machine, medians
+from benchmarks.timing import Step, bind, captured, machine, medians
 
 NUM_DATA = 100_000
 MALA_STEP = 1e-5
@@ -110,25 +110,24 @@ def our_rows(width: int, x: Tensor, y: Tensor) -> Iterator[tuple[str, Row]]:
         model = network(width).to(x.device)
         sampler = make(model.parameters())
         step = batch_step(sampler, model, (x, y)) if by_batch else closure_step(sampler, model, x, y)
-        facts.setdefault("acceptance", lambda: float(sampler.mean_acceptance_rate))
-        return Row(step, model.parameters, here, **facts)
+        known = {"corrected": True, "acceptance": lambda: float(sampler.mean_acceptance_rate)}
+        return Row(step, model.parameters, here, **known | facts)
 
-    tested: dict[str, Any] = {"samples": f"{FLAT}, {BIASED}", "corrected": True, "forwards": 1}
-    yield "AdamMCMC, closure", row(partial(algorithm_1, num_data=NUM_DATA), **tested)
-    if takes_batch():
-        yield (
-            "AdamMCMC, step(loss, batch)",
-            row(partial(algorithm_1, num_data=NUM_DATA), True, mode="captured" if x.is_cuda else "eager", **tested),
-        )
     fixed: dict[str, Any] = {"num_data": len(x), "fixed_data": True}
-    yield (
-        "AdamMCMC, fixed data",
-        row(partial(algorithm_1, **fixed), samples=f"{FIXED}, flat prior, {BIASED}", corrected=True),
-    )
-    mala = partial(MALA, step_size=MALA_STEP, prior=Gaussian(), **fixed)
-    yield "MALA, fixed data", row(mala, samples=f"{FIXED}, exactly", corrected=True)
-    no_test = partial(Underdamped, step_size=1e-5, num_data=NUM_DATA, prior=Gaussian(), acceptance=AlwaysAccept())
-    yield "Underdamped, no test", row(no_test, samples=f"posterior, {UNCORRECTED}", corrected=False, acceptance=None)
+    unadjusted = partial(Underdamped, step_size=1e-5, num_data=NUM_DATA, prior=Gaussian(), acceptance=AlwaysAccept())
+    kinds: dict[str, tuple[Callable[..., Sampler], dict[str, Any]]] = {
+        "AdamMCMC": (partial(algorithm_1, num_data=NUM_DATA), {"samples": f"{FLAT}, {BIASED}", "forwards": 1}),
+        "AdamMCMC, fixed data": (partial(algorithm_1, **fixed), {"samples": f"{FIXED}, flat prior, {BIASED}"}),
+        "MALA, fixed data": (
+            partial(MALA, step_size=MALA_STEP, prior=Gaussian(), **fixed),
+            {"samples": f"{FIXED}, exactly"},
+        ),
+        "Underdamped, no test": (unadjusted, {"samples": f"posterior, {UNCORRECTED}", "corrected": False, "acceptance": None}),
+    }
+    for name, (make, facts) in kinds.items():
+        yield name, row(make, **facts)
+        if takes_batch() and (x.is_cuda or name == "AdamMCMC"):  # on the CPU it is the same step
+            yield f"{name}, step(loss, batch)", row(make, True, mode="captured" if x.is_cuda else "eager", **facts)
 
 
 def takes_batch() -> bool:
@@ -144,8 +143,8 @@ def closure_step(sampler: Sampler, model: nn.Module, x: Tensor, y: Tensor) -> St
 def batch_step(sampler: Any, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
     """`sampler.step(loss, batch)`: the one place that knows how it is called."""
 
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y)
+    def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
 
     return lambda: sampler.step(loss, batch)
 
@@ -199,7 +198,7 @@ def torch_uncertainty_rows(width: int, x: Tensor, y: Tensor) -> Iterator[tuple[s
         spec.loader.exec_module(module)
         return getattr(module, name.upper())
 
-    def row(make: Callable[..., torch.optim.Optimizer]) -> Row:
+    def row(samples: str, make: Callable[..., torch.optim.Optimizer]) -> Row:
         model = network(width).to(x.device)
         optimizer = make(model.parameters())
 
@@ -208,12 +207,13 @@ def torch_uncertainty_rows(width: int, x: Tensor, y: Tensor) -> Iterator[tuple[s
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
 
-        samples = "no stated target: noise times noise_factor (0.01)"
         return Row(step, model.parameters, version("torch-uncertainty"), samples, corrected=False)
 
-    yield "torch-uncertainty SGLD", row(partial(load("sgld"), lr=1e-4))
+    # its noise is scaled by noise_factor, 0.01 by default: temperature 1e-4 for the loss that it is given
+    yield "torch-uncertainty SGLD", row(f"exp(-10,000 mean loss), {UNCORRECTED}", partial(load("sgld"), lr=1e-4))
     # burn_in_steps counts parameter tensors, of which there are six, not steps
-    yield "torch-uncertainty SGHMC", row(partial(load("sghmc"), lr=1e-4, burn_in_steps=18))
+    sghmc = partial(load("sghmc"), lr=1e-4, burn_in_steps=18)
+    yield "torch-uncertainty SGHMC", row("not stated: noise times 0.01, with a floor", sghmc)
 
 
 def blackjax_rows(width: int, x: Tensor, y: Tensor) -> Iterator[tuple[str, Row]]:
@@ -338,13 +338,6 @@ def table(result: Result) -> str:
         cells = [name, f"{r['milliseconds']:.3f}", f"{r['ratio_to_adam']:.2f}", says[r["corrected"]], work, accepted]
         lines.append("| " + " | ".join([*cells, r["samples"] or ""]) + " |")
     return "\n".join(lines)
-
-
-def bind(cores: int) -> None:
-    """Bind this process to so many of its cores, before any library starts its threads: the same for all of them."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
-    torch.set_num_threads(cores)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -31,8 +31,8 @@ def test_rivals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = found["8"]
     assert found["about"]["batch"] == 16
     assert rows["Adam"]["ratio_to_adam"] == 1
-    assert rows["AdamMCMC, closure"]["corrected"] is True
-    assert rows["AdamMCMC, closure"]["forwards"] == 1
+    assert rows["AdamMCMC"]["corrected"] is True
+    assert rows["AdamMCMC"]["forwards"] == 1
     assert rows["Underdamped, no test"]["corrected"] is False
     assert all(row["milliseconds"] > 0 and row["version"] for row in rows.values())
     for name, module in OF.items():
