@@ -92,4 +92,4 @@ def test_the_captured_adam_is_adam(options: dict[str, bool]) -> None:
     for _ in range(10):
         replay()
     for p, q in zip(eager.parameters(), graph.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(p, q, rtol=0.0, atol=2e-4)  # of a way of some 1e-2
