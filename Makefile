@@ -2,7 +2,7 @@
 # make test   lint, types, documentation, tests: everything that must hold
 # Each creates the virtual environment .venv and installs what it needs; a second call is fast.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bench-jets bench-store bias clean
+.PHONY: help demo test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bench-jets bench-store bench-rivals bench-growth bias clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -59,6 +59,13 @@ bench-jets: .venv/installed  ## jets a second in training ParticleNet; of intere
 
 bench-store: .venv/installed  ## what storing costs: share of a run, memory
 	$(ONE_THREAD) $(BIN)/python -m benchmarks.storing
+
+bench-rivals: .venv/installed  ## the cost of a step, ours and what can be installed instead
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[rivals]'
+	$(BIN)/python -m benchmarks.rivals
+
+bench-growth: .venv/installed  ## how the cost of a step grows with parameters, batch and data
+	$(BIN)/python -m benchmarks.growth
 
 bias: .venv/installed  ## what Algorithm 1 really samples: the table of the docs
 	$(BIN)/python -m benchmarks.bias
