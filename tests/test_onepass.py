@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 pytest.importorskip("triton")
 
 from scipy import stats
 
-from adammcmc import onepass, proposal
+from adammcmc import AdamMCMC, Prior, UniformBox, onepass, proposal
 from adammcmc.acceptance import AlwaysAccept, Minibatch
 from adammcmc.direction import Adam, AdamMemory
 from adammcmc.kernel import ChainState, Info
@@ -226,3 +230,132 @@ def test_the_noise_does_not_depend_on_the_launch(block: int, monkeypatch: pytest
     monkeypatch.setattr(onepass, "_SMALL", 0)
     for a, b in zip(usual, proposed(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+# --- through the optimizer's door -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_pass_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AdamMCMC, "_one_pass_devices", ("cuda", "cpu"))
+
+
+def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).to(DEVICE)
+    return model, torch.randn(32, 5).to(DEVICE), torch.randint(3, (32,)).to(DEVICE)
+
+
+def sampler_of(model: nn.Module, **options: object) -> AdamMCMC:
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    settings: dict[str, object] = {"num_data": 32, "sigma": 0.02, "sigma_along": 1.0, "generator": generator} | options
+    return AdamMCMC(model.parameters(), 3e-3, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("one_pass_everywhere")
+def test_without_noise_it_is_adam() -> None:
+    model, x, y = problem()
+    twin = copy.deepcopy(model)
+    adam = torch.optim.Adam(twin.parameters(), 3e-3, (0.99, 0.99))
+    sampler = sampler_of(model, sigma=0.0, sigma_along=0.0, acceptance=AlwaysAccept())
+    for _ in range(10):
+        sampler.step(lambda: F.cross_entropy(model(x), y))
+        adam.zero_grad()
+        F.cross_entropy(twin(x), y).backward()
+        adam.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert float(sampler.state[p]["step"]) == float(adam.state[q]["step"]) == 10
+        torch.testing.assert_close(sampler.state[p]["exp_avg_sq"], adam.state[q]["exp_avg_sq"], rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.usefixtures("one_pass_everywhere")
+@pytest.mark.parametrize("prior", [None, Gaussian(0.8), UniformBox(-0.5, 0.5)], ids=str)
+def test_fixed_data_are_the_same_chain(prior: Prior | None) -> None:
+    """The gradient that was kept is the one that would be found again; a refused proposal leaves no trace."""
+    paths = []
+    for fixed in (False, True):
+        model, x, y = problem()
+        sampler = sampler_of(model, fixed_data=fixed, prior=prior)
+        path = []
+        for _ in range(25):
+            before = [p.detach().clone() for p in model.parameters()]
+            sampler.step(lambda: F.cross_entropy(model(x), y, reduction="none"))  # noqa: B023
+            if not bool(sampler.info.is_accepted):
+                assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            path.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+        assert 0 < float(sampler.mean_acceptance_rate) < 1
+        paths.append(torch.stack(path))
+        for p, g in zip(model.parameters(), [None] * 4, strict=True):
+            assert p.grad is g
+    torch.testing.assert_close(paths[0], paths[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("one_pass_everywhere")
+@pytest.mark.parametrize("fixed", [False, True])
+def test_the_temperature_is_that_of_the_pure_kernel(fixed: bool) -> None:
+    """theta . grad V by tensor, from the kernel, from dot products, and from autograd."""
+    model, x, y = problem()
+    sampler = sampler_of(model, fixed_data=fixed, prior=Gaussian(0.8))
+    for _ in range(3):
+        sampler.step(lambda: F.cross_entropy(model(x), y))
+    at = [p.detach().clone() for p in model.parameters()]
+    outcome = sampler._transition(sampler._layout(), [lambda: F.cross_entropy(model(x), y)])
+    assert outcome.products is not None
+    if fixed:
+        at = [p.detach().clone() for p in model.parameters()]
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p, value in zip(twin.parameters(), at, strict=True):
+            p.copy_(value)
+    grads = torch.autograd.grad(F.cross_entropy(twin(x), y), list(twin.parameters()))
+    wanted = [float((p * (g + p / 0.64 / 32)).sum()) for p, g in zip(at, grads, strict=True)]
+    torch.testing.assert_close(outcome.products().cpu(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("one_pass_everywhere")
+def test_an_error_in_the_closure_leaves_the_weights() -> None:
+    model, x, y = problem()
+    sampler = sampler_of(model)
+    calls = itertools.count()
+
+    def closure() -> torch.Tensor:
+        if next(calls) == 5:  # at the proposal of the third step
+            raise KeyboardInterrupt
+        return F.cross_entropy(model(x), y)
+
+    sampler.step(closure)
+    sampler.step(closure)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(KeyboardInterrupt):
+        sampler.step(closure)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.usefixtures("one_pass_everywhere")
+@pytest.mark.parametrize("fixed", [False, True])
+def test_it_goes_on_bit_for_bit(fixed: bool) -> None:
+    model, x, y = problem()
+    sampler = sampler_of(model, fixed_data=fixed)
+
+    def steps(count: int) -> list[torch.Tensor]:
+        for _ in range(count):
+            sampler.step(lambda: F.cross_entropy(model(x), y))
+        return [p.detach().clone() for p in model.parameters()]
+
+    steps(4)
+    saved, weights = copy.deepcopy(sampler.state_dict()), copy.deepcopy(model.state_dict())
+    first = steps(4)
+    model.load_state_dict(weights)
+    sampler = sampler_of(model, fixed_data=fixed)
+    sampler.load_state_dict(saved)
+    assert all(torch.equal(a, b) for a, b in zip(first, steps(4), strict=True))
+
+
+@pytest.mark.usefixtures("one_pass_everywhere")
+def test_what_the_kernels_do_not_know_runs_as_before() -> None:
+    model, x, y = problem()
+    sampler = sampler_of(model.double())
+    sampler.step(lambda: F.cross_entropy(model(x.double()), y))
+    assert sampler._one_pass(sampler._layout()) is None

@@ -308,6 +308,22 @@ def _copy(
         tl.store(target.to(tl.pointer_type(tl.float32)) + e, values, mask=there)
 
 
+@triton.jit
+def _products(places, gradients, sizes, coefficients, out, inverse_scale, BLOCK: tl.constexpr):
+    """theta . grad V of each tensor, one program each; a Gaussian prior's part included."""
+    t = tl.program_id(0)
+    p_at = tl.load(places + t).to(tl.pointer_type(tl.float32))
+    g_at = tl.load(gradients + t).to(tl.pointer_type(tl.float32))
+    size = tl.load(sizes + t)
+    pull = tl.load(coefficients + 8 * t + 7) * inverse_scale
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, size, BLOCK):
+        e = start + tl.arange(0, BLOCK)
+        p = tl.load(p_at + e, mask=e < size, other=0.0).to(tl.float64)
+        total += p * (tl.load(g_at + e, mask=e < size, other=0.0).to(tl.float64) + pull * p)
+    tl.store(out + t, tl.sum(total))
+
+
 # --- their host -------------------------------------------------------------------------------------------------------------
 
 
@@ -354,6 +370,8 @@ class OnePass:
         device = params[0].device
         self.device, self.fixed, self.num_tensors = device, fixed, len(params)
         self.backup = list(backup)
+        self.largest = max(p.numel() for p in params)
+        """The size of the largest tensor."""
         self._held = list(params), list(exp_avg), list(exp_avg_sq), self.backup  # what the addresses below belong to
         sizes = [p.numel() for p in params]
         bases, total = [], 0
@@ -435,6 +453,15 @@ class OnePass:
                 HAS_PRIOR=any(settings.precision), FULL=is_full, BLOCK=_BLOCK, num_warps=_WARPS,
             )  # fmt: skip
             first += width
+
+    def products(self, gradients: Tensor, scale: float) -> Tensor:
+        """theta . grad V of each tensor, (tensors,), float64: at the present weights for fixed data, else at the last theta."""
+        out = torch.empty(self.num_tensors, dtype=torch.float64, device=self.device)
+        places = self._places[0 if self.fixed else 3]
+        _products[(self.num_tensors,)](
+            places, gradients, self._sizes, self._coefficients, out, 1 / scale, BLOCK=_BLOCK, num_warps=_WARPS
+        )
+        return out
 
     def decide(
         self,

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AdamMCMC", "AsReleased", "OptimizerMCMC"]
 
+_LARGE = 1 << 18  # a tensor that one program of a kernel would be too slow for
+
 
 class _Passes(NamedTuple):
     """The kernels of `onepass`, and for which parameters, moments and flags they were made."""
@@ -220,7 +222,7 @@ class AdamMCMC(Sampler):
         try:
             if self._must_recheck():
                 potential.check_same(self._here)
-            losses, grads, _ = self._pass(one, packing, potential, rows, one.first_row, flags)
+            losses, grads, _, table = self._pass(one, packing, potential, rows, one.first_row, flags)
         except BaseException:
             if self._is_proposed:
                 one.put_back()
@@ -234,7 +236,7 @@ class AdamMCMC(Sampler):
         self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
         if self._here is not None:
             self._left, self._fingerprint = packing.current, self._now(packing)
-        return Outcome(info, lambda: self._theta_times_grad(one, packing, grads), None)
+        return Outcome(info, lambda: self._theta_times_grad(one, packing, grads, table), None)
 
     def _tell(self, one: OnePass, packing: Packing) -> None:
         """The present settings, one for each parameter."""
@@ -258,10 +260,11 @@ class AdamMCMC(Sampler):
     def _pass(
         self, one: OnePass, packing: Packing, potential: ClosurePotential, rows: Tensor, slot: Tensor, flags: Tensor,
         tables: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
-        """Algorithm 1 on the device; the losses at theta, the gradients there and (fixed data) at tau.
+    ) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:  # fmt: skip
+        """Algorithm 1 on the device.
 
-        `tables`: where the addresses of the gradients will be, in a graph.
+        Returns the losses at theta, the gradients there and (fixed data) at tau, and the table of the former's addresses.
+        `tables`: where the addresses will be, in a graph.
         """
         assert self._passes is not None
         scale, prior = self.target.scale, self.target.prior
@@ -311,7 +314,7 @@ class AdamMCMC(Sampler):
             slot=slot,
             flags=flags,
         )
-        return losses, grads, fresh
+        return losses, grads, fresh, table
 
     def _with_prior(self, grads: list[Tensor], packing: Packing) -> list[Tensor]:
         """The gradient of V, contiguous; a Gaussian's part is added by the kernels."""
@@ -322,8 +325,10 @@ class AdamMCMC(Sampler):
                 grads = [g.sub(q, alpha=1 / self.target.scale) for g, q in zip(grads, extra, strict=True)]
         return [g.contiguous() for g in grads]
 
-    def _theta_times_grad(self, one: OnePass, packing: Packing, grads: Sequence[Tensor]) -> Tensor:
+    def _theta_times_grad(self, one: OnePass, packing: Packing, grads: Sequence[Tensor], table: Tensor) -> Tensor:
         """For fixed data at the present weights, whose gradient is kept; otherwise at those that the step started from."""
+        if one.largest < _LARGE:
+            return one.products(table, self.target.scale)
         params = packing.params if self.fixed_data else one.backup
         flat = [p.detach().reshape(-1) for p in params]
         products = torch.stack([torch.dot(p, g.reshape(-1)) for p, g in zip(flat, grads, strict=True)])
@@ -370,12 +375,12 @@ class AdamMCMC(Sampler):
         table = torch.empty(one.num_tensors, dtype=torch.int64, device=self.device)
         with self._layers.captured(numbers):
             self._layers.begin()
-            losses, grads, fresh = self._pass(one, packing, potential, ring.rows, ring.slot, flags, (table, table))
+            losses, grads, fresh, known = self._pass(one, packing, potential, ring.rows, ring.slot, flags, (table, table))
             self._layers.end(flags.view(torch.bool)[0])
         self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
         kept = [] if self._here is None else [self._here.losses, self._here.log_prior]
         addresses = ((table, fresh if self.fixed_data else grads),)
-        return GraphBody(kept, losses.dtype, lambda: self._theta_times_grad(one, packing, grads), addresses)
+        return GraphBody(kept, losses.dtype, lambda: self._theta_times_grad(one, packing, grads, known), addresses)
 
     def _before_replay(self, body: GraphBody) -> None:
         super()._before_replay(body)
