@@ -15,7 +15,8 @@ SOURCE = ROOT / "src" / "adammcmc"
 
 # a file imports only from files above it; `acceptance` is a package
 ORDER = [
-    ["errors", "leaves", "encoding", "moments"],
+    ["errors", "randomness", "encoding", "moments"],
+    ["leaves"],
     ["target", "direction", "proposal"],
     ["data"],
     ["likelihood"],
