@@ -27,6 +27,7 @@ ORDER = [
     ["closure"],
     ["sampler"],
     ["optimizer", "exact"],
+    ["stacked"],
     ["progress", "store", "uncertainty", "callbacks", "factory"],
     ["predictive"],
     ["posterior"],

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from adammcmc.kernel import Info
+from adammcmc.leaves import Setting
 
 __all__ = ["Finding", "Health", "Monitor", "beta_eff", "read_health"]
 
@@ -130,8 +131,8 @@ class Health:
 class _BatchSums:
     """Sums of several series in at most 64 stretches of equal length, on the device; lengths are known to the host."""
 
-    def __init__(self, num_series: int, device: torch.device) -> None:
-        self.sums = torch.zeros(_BATCHES, num_series, dtype=torch.float64, device=device)
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.sums = torch.zeros(_BATCHES, *shape, dtype=torch.float64, device=device)
         self.per_batch = 1
         """Blocks in one batch."""
         self.num_blocks = 0
@@ -158,18 +159,26 @@ class Monitor:
         device: of the chains.
         layers: names of the layers whose temperature is taken.
         sizes: the number of weights in each.
+        num_chains: keep the sums of each of so many chains apart (`chains` has them); None: means over the chains.
     """
 
-    def __init__(self, device: torch.device, layers: Sequence[str] = (), sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        layers: Sequence[str] = (),
+        sizes: Sequence[int] = (),
+        num_chains: int | None = None,
+    ) -> None:
         self.device = device
         self.layers, self.sizes = list(layers), list(sizes)
         self.num_steps = 0
-        self._steps = _BatchSums(len(_SERIES), device)
-        self._products = _BatchSums(len(self.layers), device)
-        self._pending: list[Tensor | tuple[Info, float]] = []
+        self._chains = () if num_chains is None else (num_chains,)
+        self._steps = _BatchSums((*self._chains, len(_SERIES)), device)
+        self._products = _BatchSums((*self._chains, len(self.layers)), device)
+        self._pending: list[Tensor | tuple[Info, Setting]] = []
         self._pending_products: list[Tensor] = []
 
-    def add(self, info: Info, scale: float) -> None:
+    def add(self, info: Info, scale: Setting) -> None:
         """One more step, of a target with U = scale * mean loss - log prior."""
         self.num_steps += 1
         self._pending.append((info, scale))
@@ -178,14 +187,14 @@ class Monitor:
             self._pending = []
 
     def add_products(self, products: Tensor) -> None:
-        """theta . grad U of each layer, at one point of the chain."""
+        """theta . grad U of each layer, at one point of the chain: (layers,), or (chains, layers)."""
         self._pending_products.append(products.double())
         if len(self._pending_products) == _BLOCK:
             self._products.add(torch.stack(self._pending_products).sum(0))
             self._pending_products = []
 
     def _rows(self) -> Tensor:
-        """(pending steps, series); means over the chains."""
+        """(pending steps, series), means over the chains; or (pending steps, chains, series)."""
         done = [row for row in self._pending if isinstance(row, Tensor)]
         fresh = [row for row in self._pending if not isinstance(row, Tensor)]
         if not fresh:
@@ -206,15 +215,34 @@ class Monitor:
             "noise_known": infos.log_ratio_noise.isnan().logical_not().double(),
             "finite": infos.is_finite,
         }
-        rows = torch.stack([columns[name].mean(1) for name in _SERIES], 1)
+        rows = torch.stack([columns[name] if self._chains else columns[name].mean(1) for name in _SERIES], -1)
         return torch.cat([torch.stack(done), rows]) if done else rows
 
     def totals(self) -> dict[str, float]:
         """The sum of each series over all steps, and `num_steps`."""
+        return self._named(self._sums().tolist())
+
+    def totals_by_chain(self) -> list[dict[str, float]]:
+        """The same for each chain, where they are kept apart."""
+        return [self._named(sums) for sums in self._sums().tolist()]
+
+    def _sums(self) -> Tensor:
         sums = self._steps.sums.sum(0)
-        if self._pending:
-            sums = sums + self._rows().sum(0)
-        return {"num_steps": self.num_steps, **dict(zip(_SERIES, sums.tolist(), strict=True))}
+        return sums + self._rows().sum(0) if self._pending else sums
+
+    def _named(self, sums: Sequence[float]) -> dict[str, float]:
+        return {"num_steps": self.num_steps, **dict(zip(_SERIES, sums, strict=True))}
+
+    def chains(self) -> list[Monitor]:
+        """A monitor for each chain, where they are kept apart."""
+        state = self.state_dict()
+        monitors = []
+        for c in range(*self._chains):
+            monitors.append(Monitor(self.device, self.layers, self.sizes))
+            one = {key: None if state[key] is None else state[key][:, c] for key in ("pending", "pending_products")}
+            sums = {key: (state[key][0][:, c], *state[key][1:]) for key in ("steps", "products")}
+            monitors[-1].load_state_dict({"num_steps": self.num_steps, **sums, **one})
+        return monitors
 
     def state_dict(self) -> dict[str, Any]:
         """All sums, as numbers and tensors."""

@@ -26,6 +26,7 @@ __all__ = [
     "checked",
     "checked_one",
     "placed",
+    "settings_by_name",
     "times",
 ]
 
@@ -111,6 +112,18 @@ def chain_settings(kernel: Any) -> Iterator[tuple[str, Tensor]]:
                 for v in (value if isinstance(value, list) else [value])
                 if isinstance(v, Tensor) and v.dim() == 1
             )
+
+
+def settings_by_name(kernel: Any) -> dict[str, Setting]:
+    """The settings of a kernel (of its first leaf), by name."""
+    found: dict[str, Setting] = {}
+    for field in dataclasses.fields(kernel):
+        value = getattr(kernel, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            found |= settings_by_name(value)
+        elif field.name in _NAMES:
+            found[field.name] = value[0] if isinstance(value, list) else value
+    return found
 
 
 def check_chains(kernel: Any, params: Any) -> None:
