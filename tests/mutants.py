@@ -164,8 +164,8 @@ MUTANTS = [
     Mutant(
         "draws after the checkpoint kept on resume",
         "run.py",
-        "            store.rewind(self.chain, self.num_draws)\n",
-        "            pass\n",
+        "                store.rewind(chain, self.num_draws)\n",
+        "                pass\n",
         "tests/test_resume.py tests/test_store.py",
     ),
     Mutant(

@@ -26,7 +26,7 @@ from torch import Tensor
 from adammcmc.kernel import Info
 from adammcmc.leaves import Setting
 
-__all__ = ["Finding", "Health", "Monitor", "beta_eff", "read_health"]
+__all__ = ["Finding", "Health", "Monitor", "beta_eff", "read_health", "split_sums"]
 
 _BLOCK = 16  # steps that are summed at once
 _BATCHES = 64
@@ -64,6 +64,15 @@ def read_health(state: dict[str, Any], sums: dict[str, Any] | None) -> Health:
     if sums is not None:
         monitor.load_state_dict(sums)
     return monitor.read(**state["context"])
+
+
+def split_sums(state: dict[str, Any], sums: dict[str, Any] | None, num_chains: int) -> list[dict[str, Any] | None]:
+    """The sums of each chain, as `read_health` takes them, from those of a monitor that keeps so many apart."""
+    if sums is None:
+        return [None] * num_chains
+    monitor = Monitor(torch.device("cpu"), state["layers"], state["sizes"], num_chains)
+    monitor.load_state_dict(sums)
+    return [one.state_dict() for one in monitor.chains()]
 
 
 class Finding(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -29,10 +30,10 @@ from adammcmc.fused import InPlaceAdamMCMC
 from adammcmc.health import Health, Monitor
 from adammcmc.kernel import ChainState, Info, Kernel
 from adammcmc.kernels import AdamMCMCKernel
-from adammcmc.kernels.arguments import chain_settings, settings_by_name
+from adammcmc.kernels.arguments import SETTINGS, chain_settings, settings_by_name
 from adammcmc.kernels.exact_adam import NoisyMoments
 from adammcmc.kernels.hamiltonian import Momentum
-from adammcmc.leaves import Leaves, Setting, blocks, by_chain, per_chain, select
+from adammcmc.leaves import Leaves, Setting, blocks, by_chain
 from adammcmc.packing import Packing
 from adammcmc.randomness import Randomness
 from adammcmc.sampler import Sampler
@@ -67,13 +68,6 @@ class Layout:
         self.shapes = shapes
         self._members = members
 
-    @classmethod
-    def by_dtype(cls, tensors: dict[str, Tensor]) -> Layout:
-        """All tensors of a dtype in one leaf."""
-        dtypes = [x.dtype for x in tensors.values()]
-        members = [[i for i, dtype in enumerate(dtypes) if dtype == kind] for kind in dict.fromkeys(dtypes)]
-        return cls({name: x.shape for name, x in tensors.items()}, members)
-
     def views(self, leaves: Leaves) -> dict[str, Tensor]:
         """The part of the leaves that belongs to each tensor, (chains, ...), without a copy."""
         shapes = list(self.shapes.values())
@@ -88,6 +82,50 @@ class Layout:
         """Tensors (chains, ...) as leaves."""
         rows = [x.reshape(x.shape[0], -1) for x in tensors.values()]
         return tuple(torch.cat([rows[i] for i in members], 1) for members in self._members)
+
+
+class Buffers:
+    """The buffers of many chains, all of a dtype in one flat tensor, each (chains, ...) in one piece of it.
+
+    In one piece, because BatchNorm under vmap moves its running statistics in place, which a view with gaps would not see; in
+    one tensor, because copying and choosing many small ones costs more in calls than in arithmetic.
+
+    Args:
+        like: buffers of one chain, by name.
+        num_chains: how many chains.
+    """
+
+    def __init__(self, like: dict[str, Tensor], num_chains: int) -> None:
+        self._num_chains = num_chains
+        self._shapes = {name: x.shape for name, x in like.items()}
+        self._names = {
+            kind: [name for name, x in like.items() if x.dtype == kind]
+            for kind in dict.fromkeys(x.dtype for x in like.values())
+        }
+        device = next(iter(like.values())).device if like else torch.device("cpu")
+        chains = torch.arange(num_chains, device=device)
+        self._owners = [
+            torch.cat([chains.repeat_interleave(self._shapes[name].numel()) for name in names])
+            for names in self._names.values()
+        ]
+        """The chain that each number belongs to."""
+
+    def views(self, flat: Leaves) -> dict[str, Tensor]:
+        """Each buffer, (chains, ...), without a copy."""
+        parts: dict[str, Tensor] = {}
+        for tensor, names in zip(flat, self._names.values(), strict=True):
+            shapes = [(self._num_chains, *self._shapes[name]) for name in names]
+            pieces = torch.split_with_sizes(tensor, [math.prod(shape) for shape in shapes])
+            parts.update({name: x.view(shape) for name, x, shape in zip(names, pieces, shapes, strict=True)})
+        return {name: parts[name] for name in self._shapes}
+
+    def join(self, tensors: dict[str, Tensor]) -> Leaves:
+        """Buffers (chains, ...) as flat tensors."""
+        return tuple(torch.cat([tensors[name].reshape(-1) for name in names]) for names in self._names.values())
+
+    def select(self, mask: Tensor, yes: Leaves, no: Leaves) -> Leaves:
+        """For each chain `yes` where `mask`, else `no`."""
+        return tuple(torch.where(mask[owner], y, n) for owner, y, n in zip(self._owners, yes, no, strict=True))
 
 
 class _Call(nn.Module):
@@ -105,14 +143,13 @@ class _Call(nn.Module):
 class _Network:
     """A model whose tensors are replaced, chain by chain under vmap, by those that lie in leaves."""
 
-    def __init__(self, model: nn.Module, packing: Packing, frozen: dict[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, packing: Packing, frozen: dict[str, Tensor], num_chains: int) -> None:
         self.model = model
         self._frozen = {f"model.{name}": x for name, x in frozen.items()}
         """Weights that are not sampled, (chains, ...), where chains differ in them."""
         names = {id(p): f"model.{name}" for name, p in model.named_parameters()}
         self.params = Layout({names[id(p)]: p.shape for p in packing.params}, packing.members)
-        buffers = {f"model.{name}": b for name, b in model.named_buffers()}
-        self.buffers = Layout.by_dtype(buffers)
+        self.buffers = Buffers({f"model.{name}": b for name, b in model.named_buffers()}, num_chains)
 
     def call(
         self, function: Callable[[nn.Module, Any], Tensor], params: Leaves, buffers: Leaves, batch: Any
@@ -311,7 +348,7 @@ def setup_of(sampler: Sampler, model: nn.Module) -> Setup:
     trained = {id(p) for p in packing.params}
     rest = [(name, x) for name, x in [*model.named_parameters(), *model.named_buffers()] if id(x) not in trained]
     params = packing.pack([p.detach() for p in packing.params], packing.new())
-    return Setup(kernel, sampler.target, memory, params, {name: x.detach().clone() for name, x in rest})
+    return Setup(cast(Kernel, kernel), sampler.target, memory, params, {name: x.detach().clone() for name, x in rest})
 
 
 def merged(kernels: Sequence[Any], device: torch.device) -> Any:
@@ -393,7 +430,7 @@ class StackedSampler:
         own = {name for name, _ in model.named_buffers()}
         tensors = {name: torch.stack([setup.tensors[name] for setup in setups]) for name in setups[0].tensors}
         frozen = {name: x for name, x in tensors.items() if name not in own and not bool((x == x[:1]).all())}
-        self.network = _Network(model, prototype._layout(), frozen)
+        self.network = _Network(model, prototype._layout(), frozen, self.num_chains)
         self.buffers = self.network.buffers.join({f"model.{name}": x for name, x in tensors.items() if name in own})
         self.prior = _Prior(self.targets[0].prior, self.network.params, self.params)
         self.memory = _joined_memory([setup.memory for setup in setups], self.params)
@@ -424,24 +461,34 @@ class StackedSampler:
     def try_out(self, batch: Batch) -> None:
         """Evaluate the stack once, and say in a `CannotStack` why it cannot be done. Nothing of it stays."""
         known = {name for name, _ in self.model.named_buffers()}
-        losses = self.layers.look(lambda: self.loss(self.model, batch).detach())
+
+        def alone() -> tuple[Tensor, dict[str, Tensor]]:
+            losses = self.loss(self.model, batch).detach()
+            return losses, {f"model.{name}": b.clone() for name, b in self.model.named_buffers()}
+
+        self.place(0)
+        with torch.no_grad():
+            losses, buffers = self.layers.look(alone)
         if self.fixed_data and self.layers.draws_numbers:
             raise StochasticClosure(
                 "fixed data say that the loss is the same function of the weights at every step, but it draws random numbers. "
                 f"At fault: {self.layers.at_fault()}. Use model.eval(), or batches."
             )
-        if self.examples is not None and isinstance(self.acceptance, FullData):
-            size = min(len(self.examples), self.acceptance.chunk_size, 64)
+        examples = self.examples if isinstance(self.acceptance, FullData) else None
+        rows = slice(0, 0 if examples is None else min(len(examples), 64))
+        if examples is not None:
             with torch.no_grad():
-                self.layers.example_losses(self.examples.losses, slice(0, size))
+                self.layers.example_losses(examples.losses, rows)
         potential = StackedPotential(self, batch)
+        made: set[str] = set()
         with _unchanged_numbers(self.device):
             try:
                 stacked = potential.evaluate(self.params, with_grad=True).losses
-                if self.examples is not None and isinstance(self.acceptance, FullData):
-                    potential.example_losses(self.params, slice(0, size))
-            except torch.OutOfMemoryError:
-                raise
+                moved = {} if potential.moved is None else self.network.buffers.views(potential.moved)
+                if examples is not None:
+                    potential.example_losses(self.params, rows)
+            except torch.OutOfMemoryError as error:
+                raise CannotStack("they do not fit into the memory of the device together") from error
             except Exception as error:
                 raise CannotStack(f"the model cannot be run under torch.func.vmap: {_first_line(error)}") from error
             finally:
@@ -451,15 +498,12 @@ class StackedSampler:
                     self.model.get_submodule(owner)._buffers[last] = None
         if made:
             raise CannotStack(f"the model makes buffers in its forward: {', '.join(sorted(made))}")
-        self.place(0)
-        if stacked.shape[1:] != losses.shape or not self.layers.draws_numbers:
-            alone = self.layers.look(lambda: self.loss(self.model, batch).detach())
-            if stacked.shape[1:] != alone.shape or not torch.allclose(
-                stacked[0].double(), alone.double(), rtol=1e-3, atol=1e-4, equal_nan=True
-            ):
-                raise CannotStack(
-                    "under torch.func.vmap the model gives other losses than alone (does it keep a state that is no buffer?)"
-                )
+        pairs = [(stacked, losses), *((moved[name], b) for name, b in buffers.items())]
+        if not self.layers.draws_numbers and not all(_is_close(many, one) for many, one in pairs):
+            raise CannotStack(
+                "under torch.func.vmap the model gives other losses or buffers than alone (does it keep a state that is no "
+                "buffer?)"
+            )
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -474,7 +518,7 @@ class StackedSampler:
         state = ChainState(self.params, self.memory, self.here, self.carry, self.num_steps, self._frozen_at)
         state, info = self.kernel.step(state, potential, self.generator)
         if potential.moved is not None and self.buffers:
-            self.buffers = select(info.is_accepted, potential.moved, self.buffers)
+            self.buffers = self.network.buffers.select(info.is_accepted, potential.moved, self.buffers)
         self.params, self.memory, self.here, self.carry = state.params, state.memory, state.here, state.carry
         if state.frozen_at is not self._frozen_at:
             self._frozen_at = state.frozen_at
@@ -486,7 +530,7 @@ class StackedSampler:
             self._adapt(potential, state, info)
         else:
             self._watch_health(potential, state, info)
-        return info.loss
+        return cast(Tensor, info.loss)
 
     @property
     def info(self) -> Info:
@@ -576,10 +620,8 @@ class StackedSampler:
         leaves, grads = potential.known or (None, None) if state.here is None else (state.params, state.here.grad)
         if leaves is not None and grads is not None:
             params, grad = self.network.params.views(leaves), self.network.params.views(grads)
-            products = [(params[name] * grad[name]).flatten(1).sum(1).double() for name in params]
-            self._monitor.add_products(
-                torch.stack(products, 1) * per_chain(_column(self.scale, products[0]), products[0][:, None])
-            )
+            products = torch.stack([(params[name] * grad[name]).flatten(1).sum(1).double() for name in params], 1)
+            self._monitor.add_products(products * by_chain(self.scale, products))
 
     def reset_health(self) -> None:
         """Forget the steps so far: burn-in is over."""
@@ -739,7 +781,7 @@ def _settings_state(kernel: Any) -> dict[str, Any]:
         value = getattr(kernel, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             state[field.name] = _settings_state(value)
-        elif field.name in ("lr", "sigma", "sigma_along", "step_size"):
+        elif field.name in SETTINGS:
             state[field.name] = value
     return state
 
@@ -759,15 +801,18 @@ def _diagonal(kernel: Any) -> list[Tensor] | None:
     return None if diagonal is None else list(diagonal)
 
 
-def _column(scale: Setting, like: Tensor) -> Tensor:
-    return scale if isinstance(scale, Tensor) else torch.full_like(like, scale)
-
-
 @contextmanager
 def _unchanged_numbers(device: torch.device) -> Iterator[None]:
     """torch's global random numbers are after it what they were before."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
+
+
+def _is_close(many: Tensor, one: Tensor) -> bool:
+    """Whether the first chain of a stack is what it is alone, to rounding."""
+    if many.shape[1:] != one.shape:
+        return False
+    return torch.allclose(many[0].double(), one.double(), rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
 def _first_line(error: BaseException) -> str:

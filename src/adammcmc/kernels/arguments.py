@@ -17,6 +17,7 @@ from adammcmc.acceptance import Test
 from adammcmc.leaves import Leaves, PerLeaf, Setting, Settings, flatten
 
 __all__ = [
+    "SETTINGS",
     "chain_settings",
     "check_betas",
     "check_chains",
@@ -97,7 +98,8 @@ def check_preconditioner(params: Any, diagonal: Leaves | None, structure: Any) -
 
 # --- settings that differ between chains ----------------------------------------------------------------------------------
 
-_NAMES = ("lr", "sigma", "sigma_along", "step_size")
+SETTINGS = ("lr", "sigma", "sigma_along", "step_size")
+"""What may have one value for each chain, by the names of the kernels' fields."""
 
 
 def chain_settings(kernel: Any) -> Iterator[tuple[str, Tensor]]:
@@ -106,7 +108,7 @@ def chain_settings(kernel: Any) -> Iterator[tuple[str, Tensor]]:
         value = getattr(kernel, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from chain_settings(value)
-        elif field.name in _NAMES:
+        elif field.name in SETTINGS:
             yield from (
                 (field.name, v)
                 for v in (value if isinstance(value, list) else [value])
@@ -121,7 +123,7 @@ def settings_by_name(kernel: Any) -> dict[str, Setting]:
         value = getattr(kernel, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             found |= settings_by_name(value)
-        elif field.name in _NAMES:
+        elif field.name in SETTINGS:
             found[field.name] = value[0] if isinstance(value, list) else value
     return found
 
@@ -151,7 +153,7 @@ def placed(kernel: _K, device: torch.device) -> _K:
         value = getattr(kernel, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             changes[field.name] = placed(value, device)
-        elif field.name in _NAMES:
+        elif field.name in SETTINGS:
             changes[field.name] = [_to(v, device) for v in value] if isinstance(value, list) else _to(value, device)
     return dataclasses.replace(kernel, **changes)
 
