@@ -174,7 +174,7 @@ def sample(
             run.loss.try_out(compiled, first)
         finally:
             data.restart(0)  # lets go of workers
-        if stacked or (stacked is None and num_chains > 1 and device.type != "cpu"):
+        if stacked or (stacked is None and num_chains > 1 and _prefers_stacks(device)):
             run.stack = _stack(run, first, is_asked=stacked is True)
         chain = run.new_chain(0) if run.stack is None else run.stack
         one = chain.sampler if isinstance(chain.sampler, Sampler) else chain.sampler.prototype
@@ -449,8 +449,10 @@ class _Loop(ABC):
 
     def _write_target(self, store: Store) -> None:
         """The line that says what is sampled, now that the layers are known."""
+        if self.key:
+            return  # the first chain has said it
         store.manifest["target"] = self._describe()
-        if isinstance(store, FolderStore) and not self.key:
+        if isinstance(store, FolderStore):
             store.write_manifest()
 
     # --- what both save -----------------------------------------------------------------------------------------
@@ -667,6 +669,11 @@ def _record(
     }
 
 
+def _prefers_stacks(device: torch.device) -> bool:
+    """Whether many chains at once are much faster there: where a step is bound by launches, not by arithmetic."""
+    return device.type == "cuda"
+
+
 def _stack(run: _Run, first: Any, *, is_asked: bool) -> _Stack | None:
     """All chains at once; where that cannot be done, a warning and None, or an error if it was asked for."""
     try:
@@ -728,13 +735,13 @@ def _check_same_run(before: dict[str, Any], now: dict[str, Any], run: _Run, fold
     if run.data.why_not_resumable is not None:
         raise StoreMismatch(f"{what} cannot go on: {run.data.why_not_resumable}.")
     pairs = {
+        **{key: (before["configuration"].get(key), now["configuration"].get(key)) for key in ("stacked", "scan")},
         **{key: (before["configuration"].get(key), value) for key, value in now["configuration"].items()},
         "keep": (before["keep"], now["keep"]),
         "dtype": (before["dtype"], now["dtype"]),
         "likelihood": (before["likelihood"], now["likelihood"]),
         "num_data": (before["data"]["num_data"], now["data"]["num_data"]),
         "target": (before["target_at_first"], now["target_at_first"]),
-        **{key: (before["configuration"].get(key), now["configuration"].get(key)) for key in ("stacked", "scan")},
     }
     for key, (old, new) in pairs.items():
         if key == "num_draws" and new < old:

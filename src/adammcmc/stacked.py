@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["CannotStack", "Setup", "StackedChain", "StackedPotential", "StackedSampler", "setup_of"]
+
+_logger = logging.getLogger("adammcmc")
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """model, batch -> the losses of the examples, (batch,), or their mean, ()."""
@@ -523,6 +526,8 @@ class StackedSampler:
         if state.frozen_at is not self._frozen_at:
             self._frozen_at = state.frozen_at
             self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
+        if self.num_steps == 0:
+            _logger.info(f"{self.num_chains} chains at once: {self.describe()}")
         self.num_steps += 1
         self._info = info
         self._sum_acceptance += info.acceptance_rate
