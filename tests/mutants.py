@@ -115,8 +115,8 @@ MUTANTS = [
     Mutant(
         "the persistent uniform not carried over by an accepted move",
         "kernels/hamiltonian.py",
-        "uniform * torch.exp(-info.log_ratio.nan_to_num(nan=0.0))",
-        "uniform",
+        "decides * torch.exp(-info.log_ratio.nan_to_num(nan=0.0))",
+        "decides",
         "tests/test_kernels.py",
     ),
     Mutant(

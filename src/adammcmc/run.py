@@ -273,7 +273,7 @@ class _Run:
                 continue
             sampler = self._new_sampler(chain)
             prototype = prototype or sampler
-            setups.append(setup_of(sampler, self.model))
+            setups.append(setup_of(sampler, self.model, setups[0] if setups else None))
         assert prototype is not None
         examples = prototype._examples
         if isinstance(examples, DataExamples):  # a compiled model is called as it is

@@ -34,7 +34,7 @@ from adammcmc.kernels import AdamMCMCKernel
 from adammcmc.kernels.arguments import SETTINGS, chain_settings, settings_by_name
 from adammcmc.kernels.exact_adam import NoisyMoments
 from adammcmc.kernels.hamiltonian import Momentum
-from adammcmc.leaves import Leaves, Setting, blocks, by_chain
+from adammcmc.leaves import Leaves, Setting, blocks, by_chain, spread_settings
 from adammcmc.packing import Packing
 from adammcmc.randomness import Randomness
 from adammcmc.sampler import Sampler
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["CannotStack", "Setup", "StackedChain", "StackedPotential", "StackedSampler", "setup_of"]
 
 _logger = logging.getLogger("adammcmc")
+_ON_DEVICE = ("params", "buffers", "memory", "preconditioner", "adaptation")  # of a saved state
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """model, batch -> the losses of the examples, (batch,), or their mean, ()."""
@@ -284,10 +285,11 @@ class StackedPotential:
             leaves = tuple(x.detach().requires_grad_(with_grad) for x in params)
             with stack.layers.modes(), stack.layers.same_numbers(self._numbers):
                 losses, self.moved = stack.network.call(stack.loss, leaves, stack.buffers, self._batch)
+            _check(losses)
             if not with_grad:
-                return Evaluation(_checked(losses), log_prior, None)
+                return Evaluation(losses, log_prior, None)
             # chains do not meet in the sum, so that its gradient is that of each chain's own mean
-            means = _checked(losses) if losses.dim() == 1 else losses.mean(1)
+            means = losses if losses.dim() == 1 else losses.mean(1)
             if not means.requires_grad:
                 raise ValueError("the loss does not depend on the weights by autograd: there is nothing to sample.")
             grad = torch.autograd.grad(means.sum(), leaves, allow_unused=True, materialize_grads=True)
@@ -310,13 +312,12 @@ class StackedPotential:
             return stack.network.call(lambda _, rows: examples.losses(rows), params, stack.buffers, indices)[0]
 
 
-def _checked(losses: Tensor) -> Tensor:
+def _check(losses: Tensor) -> None:
     if not losses.is_floating_point() or losses.dtype in (torch.bfloat16, torch.float16):
         raise TypeError(
             f"the loss is in {losses.dtype}: its rounding, times num_data, would swamp the acceptance ratio. Compute it in "
             "float32, for example F.cross_entropy(model(x).float(), y)."
         )
-    return losses
 
 
 # --- what the chains bring ------------------------------------------------------------------------------------------------
@@ -334,8 +335,8 @@ class Setup(NamedTuple):
     """Buffers, and weights that are not sampled, by name."""
 
 
-def setup_of(sampler: Sampler, model: nn.Module) -> Setup:
-    """The chain that this sampler would run from the model's present weights."""
+def setup_of(sampler: Sampler, model: nn.Module, like: Setup | None = None) -> Setup:
+    """The chain that this sampler would run from the model's present weights; what it shares with another is not copied."""
     packing = sampler._layout()
     sampler._check_resolution(packing)
     kernel: Any = sampler._kernel(packing)
@@ -351,7 +352,9 @@ def setup_of(sampler: Sampler, model: nn.Module) -> Setup:
     trained = {id(p) for p in packing.params}
     rest = [(name, x) for name, x in [*model.named_parameters(), *model.named_buffers()] if id(x) not in trained]
     params = packing.pack([p.detach() for p in packing.params], packing.new())
-    return Setup(cast(Kernel, kernel), sampler.target, memory, params, {name: x.detach().clone() for name, x in rest})
+    known = {} if like is None else like.tensors
+    tensors = {name: known[name] if name in known and _equal(known[name], x) else x.detach().clone() for name, x in rest}
+    return Setup(cast(Kernel, kernel), sampler.target, memory, params, tensors)
 
 
 def merged(kernels: Sequence[Any], device: torch.device) -> Any:
@@ -430,11 +433,11 @@ class StackedSampler:
         if self._adaptation is not None:
             self._check_adaptable(self._adaptation.settings)
         self.params: Leaves = tuple(torch.cat(rows) for rows in zip(*(setup.params for setup in setups), strict=True))
-        own = {name for name, _ in model.named_buffers()}
-        tensors = {name: torch.stack([setup.tensors[name] for setup in setups]) for name in setups[0].tensors}
-        frozen = {name: x for name, x in tensors.items() if name not in own and not bool((x == x[:1]).all())}
+        own = dict(model.named_buffers()).keys()
+        each = {name: [setup.tensors[name] for setup in setups] for name in setups[0].tensors}
+        frozen = {name: torch.stack(xs) for name, xs in each.items() if name not in own and not all(x is xs[0] for x in xs)}
         self.network = _Network(model, prototype._layout(), frozen, self.num_chains)
-        self.buffers = self.network.buffers.join({f"model.{name}": x for name, x in tensors.items() if name in own})
+        self.buffers = self.network.buffers.join({f"model.{name}": torch.stack(each[name]) for name in own})
         self.prior = _Prior(self.targets[0].prior, self.network.params, self.params)
         self.memory = _joined_memory([setup.memory for setup in setups], self.params)
         if self.memory is None and isinstance(self.kernel, AdamMCMCKernel):
@@ -501,6 +504,8 @@ class StackedSampler:
                     self.model.get_submodule(owner)._buffers[last] = None
         if made:
             raise CannotStack(f"the model makes buffers in its forward: {', '.join(sorted(made))}")
+        if stacked.dim() > 1 and losses.dim() > 0:  # on average: a single loss may be far off in bfloat16
+            stacked, losses = stacked.mean(1), losses.mean()
         pairs = [(stacked, losses), *((moved[name], b) for name, b in buffers.items())]
         if not self.layers.draws_numbers and not all(_is_close(many, one) for many, one in pairs):
             raise CannotStack(
@@ -610,7 +615,21 @@ class StackedSampler:
             change = change._replace(preconditioner=diagonal)
         self.kernel = changed(self.kernel, change)
         if self._adaptation.is_done:
+            self._check_resolution()
             self._adaptation.warn(self.num_steps, stacklevel=5)
+
+    def _check_resolution(self) -> None:
+        """Refuse settings that burn-in made so small that the weights' own numbers lose them (`Sampler._check_resolution`)."""
+        lengths = self.kernel.proposal.sigma if hasattr(self.kernel, "proposal") else self.kernel.step_size
+        diagonal = _diagonal(self.kernel)
+        for i, (leaf, length) in enumerate(zip(self.params, spread_settings(lengths, len(self.params)), strict=True)):
+            smallest = float(torch.as_tensor(length).min()) * (1.0 if diagonal is None else float(diagonal[i].min()) ** 0.5)
+            largest = float(leaf.abs().max())
+            if 0 < smallest < torch.finfo(leaf.dtype).eps * 2.0 ** math.floor(math.log2(max(largest, 1e-30))):
+                raise ValueError(
+                    f"burn-in came to moves of {smallest:.3g}, below the spacing of {leaf.dtype} numbers near the largest "
+                    f"weight {largest:.3g}: rounding would lose them. Keep the weights in float32, or change the settings."
+                )
 
     def _new_monitor(self) -> Monitor:
         state = self.prototype.health_state()
@@ -686,9 +705,7 @@ class StackedSampler:
         if state["generator"].shape != self.generator.get_state().shape:
             raise ValueError("the state was saved on another kind of device: its random numbers cannot go on here.")
         state = _pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
-        there = _pytree.tree_map_only(
-            Tensor, lambda x: x.to(self.device), {key: state[key] for key in ("params", "buffers", "memory", "preconditioner")}
-        )
+        there = _pytree.tree_map_only(Tensor, lambda x: x.to(self.device), {key: state[key] for key in _ON_DEVICE})
         self.params, self.buffers = tuple(there["params"]), tuple(there["buffers"])
         self.memory = None if there["memory"] is None else _remembered(self.kernel, there["memory"])
         self.kernel = _with_settings(self.kernel, state["settings"], self.device)
@@ -701,7 +718,7 @@ class StackedSampler:
         self._frozen_at_host.copy_(self._frozen_at)
         if state["adaptation"] is not None:
             assert self._adaptation is not None
-            self._adaptation.load_state_dict(state["adaptation"])
+            self._adaptation.load_state_dict(there["adaptation"])
         self._monitor = None
         if state["health"] is not None:
             self._monitor = self._new_monitor()
@@ -814,10 +831,10 @@ def _unchanged_numbers(device: torch.device) -> Iterator[None]:
 
 
 def _is_close(many: Tensor, one: Tensor) -> bool:
-    """Whether the first chain of a stack is what it is alone, to rounding."""
+    """Whether the first chain of a stack is what it is alone, to the rounding of low precision."""
     if many.shape[1:] != one.shape:
         return False
-    return torch.allclose(many[0].double(), one.double(), rtol=1e-3, atol=1e-4, equal_nan=True)
+    return torch.allclose(many[0].double(), one.double(), rtol=0.05, atol=0.02, equal_nan=True)
 
 
 def _first_line(error: BaseException) -> str:
