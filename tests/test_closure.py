@@ -20,7 +20,7 @@ def potential(prior: Prior | None, reduction: str = "mean") -> tuple[ClosurePote
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     packing = Packing(list(model.parameters()), ["a"] * 4)
-    held = packing.pack([p.detach() for p in model.parameters()], packing.memory[0])
+    held = packing.pack([p.detach() for p in model.parameters()], packing.current)
 
     def loss(x: torch.Tensor = X, y: torch.Tensor = Y, reduction: str = reduction) -> torch.Tensor:
         losses = F.mse_loss(model(x), y, reduction="none")[:, 0]
@@ -29,7 +29,8 @@ def potential(prior: Prior | None, reduction: str = "mean") -> tuple[ClosurePote
     examples = TensorExamples(lambda x, y: loss(x, y, "none"), X, Y)
     target = Target(200, 0.5, prior)
     layers = Layers("batch", torch.device("cpu"))
-    closure = ClosurePotential([loss], packing, held, target=target, examples=examples, layers=layers, fixed=False, name=str)
+    closure = ClosurePotential([loss], packing, target=target, examples=examples, layers=layers, fixed=False, name=str)
+    closure.hold(held)
     return closure, packing, model
 
 
@@ -38,7 +39,7 @@ def potential(prior: Prior | None, reduction: str = "mean") -> tuple[ClosurePote
 def test_the_gradient_is_that_of_v(prior: Prior | None, reduction: str) -> None:
     """V = mean loss - log prior / (lambda n), with lambda n = 0.5 * 200."""
     target, packing, model = potential(prior, reduction)
-    evaluation = target.evaluate(packing.memory[0], with_grad=True)
+    evaluation = target.evaluate(packing.current, with_grad=True)
     params = list(model.parameters())
     v = F.mse_loss(model(X), Y)
     if isinstance(prior, Gaussian):
@@ -51,8 +52,8 @@ def test_the_gradient_is_that_of_v(prior: Prior | None, reduction: str) -> None:
 
 def test_evaluating_elsewhere_writes_there_and_differences_are_of_u() -> None:
     target, packing, model = potential(Gaussian(0.3))
-    here = target.evaluate(packing.memory[0], with_grad=False)
-    elsewhere = tuple(x + 0.1 for x in packing.memory[0])
+    here = target.evaluate(packing.current, with_grad=False)
+    elsewhere = tuple(x + 0.1 for x in packing.current)
     there = target.evaluate(elsewhere, with_grad=False)
     for p, moved in zip(model.parameters(), packing.views(elsewhere), strict=True):
         assert torch.equal(p.detach(), moved)
@@ -62,7 +63,7 @@ def test_evaluating_elsewhere_writes_there_and_differences_are_of_u() -> None:
 
 def test_losses_of_chosen_examples_are_those_at_the_asked_point() -> None:
     target, packing, model = potential(None)
-    elsewhere = tuple(x + 0.1 for x in packing.memory[0])
+    elsewhere = tuple(x + 0.1 for x in packing.current)
     chosen = target.example_losses(elsewhere, torch.tensor([3, 1]))
     expected = F.mse_loss(model(X), Y, reduction="none")[[3, 1], 0]  # the model holds the asked point now
     torch.testing.assert_close(chosen, expected[None].detach())

@@ -85,7 +85,7 @@ def test_packing_puts_values_where_they_belong_and_back() -> None:
     params.append(nn.Parameter(torch.randn(4, dtype=torch.float64)))
     packing = Packing(params, ["a", "a", "b", "a", "a"])
     assert packing.members == [[0, 3], [1], [2], [4]], "by label and dtype, the large one alone"
-    leaves = packing.pack([p.detach() for p in params], packing.memory[0])
+    leaves = packing.pack([p.detach() for p in params], packing.current)
     assert [tuple(x.shape) for x in leaves] == [(1, 11), (1, 400, 100), (1, 1), (1, 4)]
     joined = packing.views(packing.join([p.detach() for p in params]))
     for view, p, other in zip(packing.views(leaves), params, joined, strict=True):
@@ -101,7 +101,7 @@ def test_packing_puts_values_where_they_belong_and_back() -> None:
 def test_packing_handles_other_memory_layouts() -> None:
     p = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
     packing = Packing([p], ["a"])
-    packing.write(tuple(2 * x for x in packing.pack([p.detach()], packing.memory[0])))
+    packing.write(tuple(2 * x for x in packing.pack([p.detach()], packing.current)))
     assert p.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -294,7 +294,6 @@ def test_the_target_of_each_chain_is_that_of_a_closure(prior: Prior) -> None:
         alone = ClosurePotential(
             [lambda: F.cross_entropy(model(X.double()), Y, reduction="none")],
             packing,
-            leaves,
             target=made.target,
             examples=None,
             layers=made._layers,

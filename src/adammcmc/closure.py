@@ -30,7 +30,6 @@ class ClosurePotential:
         closures: the micro-batches of the step, mostly one.
         packing: the model's trainable parameters and how they lie in leaves.
         layers: dropout, BatchNorm and other layers with state.
-        held: the leaves whose values the parameters have now.
         must_check: whether to check, at the first evaluation, that fixed data are fixed.
         name: what the parameter of this index is called in messages.
     """
@@ -39,7 +38,6 @@ class ClosurePotential:
         self,
         closures: Sequence[Closure],
         packing: Packing,
-        held: Leaves,
         *,
         target: Target,
         examples: Examples | None,
@@ -59,7 +57,7 @@ class ClosurePotential:
         self._closures = closures
         self._packing = packing
         self._live = packing.params
-        self._held = held
+        self._held: Leaves | None = None
         self._examples = examples
         self._layers = layers
         self._name = name
@@ -88,6 +86,20 @@ class ClosurePotential:
         if self.known is None:
             self.known = params, grad
         return Evaluation(losses[None], self.log_prior(params), grad)
+
+    def evaluate_live(self, *, with_grad: bool) -> tuple[Tensor, list[Tensor] | None]:
+        """The losses at the weights that the model holds, (1,) or (1, batch), and their gradient (without the prior's part)."""
+        if not with_grad:
+            return self._losses()[None], None
+        first = self._calls_backward is None
+        losses, grads = self._differentiate()
+        if self.fixed and first and self._must_check:
+            self._check_fixed(losses)
+        return losses[None], grads
+
+    def hold(self, params: Leaves) -> None:
+        """These are the values that the live parameters have."""
+        self._held = params
 
     def _check_fixed(self, losses: Tensor) -> None:
         """`fixed_data` is a promise. What can be seen of it is seen here, once, at the price of one more forward."""
@@ -135,6 +147,11 @@ class ClosurePotential:
             return self._packing.zero
         value = self._prior.log_density(self._packing.views(params))
         return value.detach().double().reshape(1)
+
+    def log_prior_live(self) -> Tensor:
+        """log prior at the weights that the model holds, (1,), float64."""
+        assert self._prior is not None
+        return self._prior.log_density([p.detach() for p in self._live]).detach().double().reshape(1)
 
     def example_losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
         assert self._examples is not None

@@ -19,13 +19,13 @@ from adammcmc import kernels
 from adammcmc.acceptance import Test
 from adammcmc.closure import ClosurePotential
 from adammcmc.data import Examples
-from adammcmc.kernel import ChainState, Info, Kernel
+from adammcmc.kernel import Kernel
 from adammcmc.kernels.exact_adam import NoisyMoments
 from adammcmc.kernels.hamiltonian import Momentum
 from adammcmc.leaves import Leaves, widen
 from adammcmc.packing import Packing
 from adammcmc.proposal import Prolate
-from adammcmc.sampler import Params, Sampler
+from adammcmc.sampler import Outcome, Params, Sampler
 from adammcmc.stateful import BatchNormPolicy
 from adammcmc.target import Evaluation, Prior, Target
 from adammcmc.tuning import BurnIn, momentum_spread
@@ -91,6 +91,9 @@ class _Preconditioned(_Exact):
             self._diagonal = key, packed, roots
         return self._diagonal[1]
 
+    def _graph_key(self) -> Hashable:
+        return super()._graph_key(), id(self._preconditioner(self._layout()))
+
     def _smallest_roots(self, packing: Packing) -> list[float]:
         """The smallest A^1/2 in each leaf."""
         self._preconditioner(packing)
@@ -98,7 +101,7 @@ class _Preconditioned(_Exact):
         return self._diagonal[2]
 
     def _set_preconditioner(self, packing: Packing, diagonal: Leaves) -> None:
-        leaves = tuple(a[None].to(leaf.dtype) for a, leaf in zip(diagonal, packing.memory[0], strict=True))
+        leaves = tuple(a[None].to(leaf.dtype) for a, leaf in zip(diagonal, packing.current, strict=True))
         for p, view in zip(packing.params, packing.views(leaves), strict=True):
             self.state[p]["preconditioner"] = view.clone()
         self._diagonal = None
@@ -106,7 +109,7 @@ class _Preconditioned(_Exact):
 
 def _fits(leaves: Leaves, packing: Packing) -> bool:
     """Whether these are leaves of this layout, in the dtype that is computed in."""
-    wanted = [widen(x) for x in packing.memory[0]]
+    wanted = [widen(x) for x in packing.current]
     return [(x.shape, x.dtype) for x in leaves] == [(x.shape, x.dtype) for x in wanted]
 
 
@@ -380,10 +383,13 @@ class ExactAdamMCMC(_Exact):
             self._layers.abort()
         self._memory = None  # the momenta start anew, from their law given the weights
 
-    def _adapt(self, packing: Packing, potential: ClosurePotential, state: ChainState, info: Info) -> None:
-        super()._adapt(packing, potential, state, info)
+    def _adapt(self, packing: Packing, outcome: Outcome) -> None:
+        super()._adapt(packing, outcome)
         assert self._adaptation is not None
         if self._measures_spread and self._adaptation.has_new_window:
+            potential, state = outcome.potential, outcome.state
+            assert potential is not None
+            assert state is not None
             assert state.here is not None
             self._measure(potential, state.params, state.here)
 

@@ -161,6 +161,26 @@ class _BatchSums:
         return self.sums[: self.num_blocks // self.per_batch].cpu() / (self.per_batch * _BLOCK)
 
 
+def _series(infos: Info, scale: Setting, *, by_chain: bool = False) -> Tensor:
+    """(steps, series) from fields of shape (steps, chains), means over the chains; or (steps, chains, series)."""
+    change = scale * (infos.proposed_loss - infos.loss)
+    known = infos.log_ratio.isnan().logical_not().double()
+    columns = {
+        "accepted": infos.is_accepted,
+        "rate": infos.acceptance_rate,
+        "rise": (infos.log_ratio > 0).double(),
+        "known": known,
+        "potential": infos.potential,
+        "square": infos.potential.square(),
+        "change": torch.where(change.isfinite(), change, 0.0),
+        "change_square": torch.where(change.isfinite(), change.square(), 0.0),
+        "noise": infos.log_ratio_noise.square().nan_to_num(nan=0.0),
+        "noise_known": infos.log_ratio_noise.isnan().logical_not().double(),
+        "finite": infos.is_finite,
+    }
+    return torch.stack([columns[name] if by_chain else columns[name].mean(1) for name in _SERIES], -1)
+
+
 class Monitor:
     """Running sums of a sampler's steps. `add` waits for nothing; `read` does.
 
@@ -184,13 +204,21 @@ class Monitor:
         self._chains = () if num_chains is None else (num_chains,)
         self._steps = _BatchSums((*self._chains, len(_SERIES)), device)
         self._products = _BatchSums((*self._chains, len(self.layers)), device)
-        self._pending: list[Tensor | tuple[Info, Setting]] = []
+        self._pending: list[Tensor | tuple[Info, Setting] | tuple[Tensor, int, float]] = []
         self._pending_products: list[Tensor] = []
 
     def add(self, info: Info, scale: Setting) -> None:
         """One more step, of a target with U = scale * mean loss - log prior."""
         self.num_steps += 1
         self._pending.append((info, scale))
+        if len(self._pending) == _BLOCK:
+            self._steps.add(self._rows().sum(0))
+            self._pending = []
+
+    def add_row(self, ring: Tensor, row: int, scale: float) -> None:
+        """One more step, whose numbers are in a row of a ring of 16, to be read before it comes round again."""
+        self.num_steps += 1
+        self._pending.append((ring, row, scale))
         if len(self._pending) == _BLOCK:
             self._steps.add(self._rows().sum(0))
             self._pending = []
@@ -205,27 +233,17 @@ class Monitor:
     def _rows(self) -> Tensor:
         """(pending steps, series), means over the chains; or (pending steps, chains, series)."""
         done = [row for row in self._pending if isinstance(row, Tensor)]
-        fresh = [row for row in self._pending if not isinstance(row, Tensor)]
-        if not fresh:
-            return torch.stack(done)
-        infos = Info(*(torch.stack([x.double() for x in column]) for column in zip(*(info for info, _ in fresh), strict=True)))
-        change = fresh[0][1] * (infos.proposed_loss - infos.loss)
-        known = infos.log_ratio.isnan().logical_not().double()
-        columns = {
-            "accepted": infos.is_accepted,
-            "rate": infos.acceptance_rate,
-            "rise": (infos.log_ratio > 0).double(),
-            "known": known,
-            "potential": infos.potential,
-            "square": infos.potential.square(),
-            "change": torch.where(change.isfinite(), change, 0.0),
-            "change_square": torch.where(change.isfinite(), change.square(), 0.0),
-            "noise": infos.log_ratio_noise.square().nan_to_num(nan=0.0),
-            "noise_known": infos.log_ratio_noise.isnan().logical_not().double(),
-            "finite": infos.is_finite,
-        }
-        rows = torch.stack([columns[name] if self._chains else columns[name].mean(1) for name in _SERIES], -1)
-        return torch.cat([torch.stack(done), rows]) if done else rows
+        fresh = [row for row in self._pending if isinstance(row, tuple) and len(row) == 2]
+        in_rings = [row for row in self._pending if isinstance(row, tuple) and len(row) == 3]
+        parts = [torch.stack(done)] if done else []
+        if fresh:
+            columns = zip(*(info for info, _ in fresh), strict=True)
+            infos = Info(*(torch.stack([x.double() for x in column]) for column in columns))
+            parts.append(_series(infos, fresh[0][1], by_chain=bool(self._chains)))
+        if in_rings:
+            rows = torch.stack([ring[row] for ring, row, _ in in_rings])
+            parts.append(_series(Info(*rows.T.unsqueeze(2).unbind()), in_rings[0][2]))
+        return torch.cat(parts)
 
     def totals(self) -> dict[str, float]:
         """The sum of each series over all steps, and `num_steps`."""

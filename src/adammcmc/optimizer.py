@@ -9,26 +9,43 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from adammcmc import kernels
-from adammcmc.acceptance import Test
+from adammcmc.acceptance import AlwaysAccept, Minibatch, Test
+from adammcmc.capture import Ring
+from adammcmc.closure import Closure, ClosurePotential
 from adammcmc.data import Examples
 from adammcmc.direction import AdamMemory
 from adammcmc.fused import InPlaceAdamMCMC, Workspace
 from adammcmc.leaves import same
 from adammcmc.packing import Packing
-from adammcmc.sampler import Params, Sampler
-from adammcmc.stateful import BatchNormPolicy
-from adammcmc.target import Prior, Target
+from adammcmc.sampler import GraphBody, Outcome, Params, Sampler
+from adammcmc.stateful import BatchNormPolicy, GraphNumbers
+from adammcmc.target import Evaluation, Gaussian, Prior, Target
 from adammcmc.tuning import BurnIn
 
+if TYPE_CHECKING:
+    from adammcmc.onepass import OnePass
+
 __all__ = ["AdamMCMC", "AsReleased", "OptimizerMCMC"]
+
+
+class _Passes(NamedTuple):
+    """The kernels of `onepass`, and for which parameters, moments and flags they were made."""
+
+    key: tuple[Any, ...]
+    one: OnePass | None
+    cache: list[Tensor]
+    """The gradient at the present weights, for fixed data."""
+    table: Tensor | None
+    """Its addresses."""
 
 
 class AdamMCMC(Sampler):
@@ -63,7 +80,8 @@ class AdamMCMC(Sampler):
             draw from it.
     """
 
-    _own_caches = ("_bound", "_built", "_steps")
+    _own_caches = ("_bound", "_built", "_steps", "_passes", "_told")
+    _one_pass_devices: tuple[str, ...] = ("cuda",)
     _target_acceptance = kernels.AdamMCMCKernel.target_acceptance
     _tunes_sigma_along = True
 
@@ -88,6 +106,8 @@ class AdamMCMC(Sampler):
     ) -> None:
         self._bound: tuple[Packing, list[Tensor], AdamMemory] | None = None
         self._built: tuple[Packing, Any, InPlaceAdamMCMC] | None = None
+        self._passes: _Passes | None = None
+        self._told: tuple[Any, ...] | None = None
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "sigma": sigma, "sigma_along": sigma_along},
@@ -114,9 +134,9 @@ class AdamMCMC(Sampler):
             return self._built[2]
         *adam, sigma, sigma_along, acceptance = settings
         kernel = kernels.adam_mcmc(*adam, sigma=sigma, sigma_along=sigma_along, acceptance=acceptance)
-        workspace = (
-            Workspace(packing.memory) if self._built is None or self._built[0] is not packing else self._built[2].workspace
-        )
+        workspace = None if self._built is None or self._built[0] is not packing else self._built[2].workspace
+        if workspace is None and self.device.type == "cpu":
+            workspace = Workspace((packing.current, packing.proposed))
         fast = InPlaceAdamMCMC(kernel.direction, kernel.proposal, kernel.acceptance, kernel.name, workspace)
         self._built = packing, settings, fast
         return fast
@@ -150,6 +170,221 @@ class AdamMCMC(Sampler):
             self._bound = packing, views, own._replace(step=memory.step)
             self._steps += 1
 
+    # --- in one pass, on a GPU --------------------------------------------------------------------------------------
+
+    def _one_pass(self, packing: Packing) -> OnePass | None:
+        """The kernels of `onepass` on these parameters; None where they do not apply and the pure kernel runs."""
+        looks_at_batch = isinstance(self.acceptance, Minibatch) or (
+            isinstance(self.acceptance, AlwaysAccept) and not self.fixed_data
+        )
+        if self.device.type not in self._one_pass_devices or not looks_at_batch:
+            return None
+        memory = self._gather(packing)
+        key = (packing, memory.exp_avg, self._frozen_at, self._sum_acceptance, self.fixed_data)
+        if self._passes is None or not same(self._passes.key, key):
+            one, cache, table = None, [], None
+            fits = all(p.dtype == torch.float32 and p.is_contiguous() for p in packing.params)
+            if fits and find_spec("triton") is not None:
+                from adammcmc.onepass import OnePass
+
+                one = OnePass(
+                    [p.detach() for p in packing.params],
+                    packing.views(memory.exp_avg),
+                    packing.views(memory.exp_avg_sq),
+                    packing.views(packing.current),
+                    counts=[int(k) for k in self._steps],
+                    num_steps=self.num_steps,
+                    frozen_at=self._frozen_at,
+                    sum_rates=self._sum_acceptance,
+                    fixed=self.fixed_data,
+                )
+                self._here = None
+                if self.fixed_data:
+                    cache = packing.views(packing.new())
+                    table = one.point_at(cache)
+            self._passes = _Passes(key, one, cache, table)
+        return self._passes.one
+
+    def _transition(self, packing: Packing, closures: Sequence[Closure]) -> Outcome:
+        one = self._one_pass(packing)
+        if one is None:
+            return super()._transition(packing, closures)
+        from adammcmc.onepass import read_row
+
+        potential = self._potential(packing, closures)
+        self._layers.begin()
+        self._tell(one, packing)
+        rows = torch.empty(1, 11, dtype=torch.float64, device=self.device)
+        flags = torch.empty(2, 1, dtype=torch.uint8, device=self.device)
+        self._is_proposed = False
+        try:
+            if self._must_recheck():
+                potential.check_same(self._here)
+            losses, grads, _ = self._pass(one, packing, potential, rows, one.first_row, flags)
+        except BaseException:
+            if self._is_proposed:
+                one.put_back()
+            self._layers.abort()
+            self._fingerprint = ()
+            raise
+        info = read_row(rows[0][:, None], flags)
+        info = info._replace(loss=info.loss.to(losses.dtype))  # as the pure kernel has it
+        self._layers.end(info.is_accepted)
+        self._count(packing)
+        self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
+        if self._here is not None:
+            self._left, self._fingerprint = packing.current, self._now(packing)
+        return Outcome(info, lambda: self._theta_times_grad(one, packing, grads), None)
+
+    def _tell(self, one: OnePass, packing: Packing) -> None:
+        """The present settings, one for each parameter."""
+        from adammcmc.onepass import Settings
+
+        keys = ("lr", "betas", "eps", "sigma", "sigma_along")
+        told = (one, self.target, *(group[key] for group in self.param_groups for key in keys))
+        if told == self._told:
+            return
+        self._told = told
+        owners = [0] * len(packing.params)
+        for leaf, members in enumerate(packing.members):
+            for i in members:
+                owners[i] = leaf
+        columns = {key: self._options(key) for key in ("lr", "betas", "eps", "sigma")}
+        lr, betas, eps, sigma = ([columns[key][leaf] for leaf in owners] for key in columns)
+        prior = self.target.prior
+        precision = list(prior.precision(packing.params)) if isinstance(prior, Gaussian) else [0.0] * len(owners)
+        one.tell(Settings(self._sigma_along(), [float(x) for x in lr], betas, eps, [float(x) for x in sigma], precision))
+
+    def _pass(
+        self, one: OnePass, packing: Packing, potential: ClosurePotential, rows: Tensor, slot: Tensor, flags: Tensor,
+        tables: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
+        """Algorithm 1 on the device; the losses at theta, the gradients there and (fixed data) at tau.
+
+        `tables`: where the addresses of the gradients will be, in a graph.
+        """
+        assert self._passes is not None
+        scale, prior = self.target.scale, self.target.prior
+        is_explicit = prior is not None and not isinstance(prior, Gaussian)  # the kernels know a Gaussian themselves
+        here = self._here
+        if here is None:
+            losses, found = potential.evaluate_live(with_grad=True)
+            assert found is not None
+            grads = self._with_prior(found, packing)
+            log_prior = potential.log_prior_live() if is_explicit else one.no_prior
+            if self.fixed_data:
+                cache = self._passes.cache
+                torch._foreach_copy_(cache, grads)
+                grads = cache
+                here = self._here = Evaluation(losses.clone(), log_prior.clone(), tuple(cache))
+                losses, log_prior = here.losses, here.log_prior
+        else:
+            losses, log_prior, grads = here.losses, here.log_prior, list(here.grad)
+        table = self._passes.table
+        if table is None:
+            table = one.point_at(grads) if tables is None else tables[0]
+        key = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=self.device, generator=self.generator)
+        one.propose(key, scale, table)
+        self._is_proposed = True
+        there, fresh = None, []
+        if isinstance(self.acceptance, Minibatch):
+            there, found = potential.evaluate_live(with_grad=self.fixed_data)
+            fresh = [] if found is None else self._with_prior(found, packing)
+            if there.shape != losses.shape:
+                potential.compare(Evaluation(losses, log_prior, None), Evaluation(there, log_prior, None))  # says what is wrong
+        fresh_table = None if not fresh else one.point_at(fresh) if tables is None else tables[1]
+        size, share = losses.shape[-1], self.target.num_data
+        noise_scale = math.nan
+        if self.fixed_data:
+            noise_scale = 0.0
+        elif losses.dim() > 1 and size > 1:
+            noise_scale = scale * math.sqrt(max(0.0, 1 - size / share) / size)
+        one.decide(
+            losses,
+            there,
+            (log_prior, potential.log_prior_live()) if is_explicit else None,
+            scale=scale,
+            noise_scale=noise_scale,
+            gradients=table,
+            fresh=fresh_table,
+            rows=rows,
+            slot=slot,
+            flags=flags,
+        )
+        return losses, grads, fresh
+
+    def _with_prior(self, grads: list[Tensor], packing: Packing) -> list[Tensor]:
+        """The gradient of V, contiguous; a Gaussian's part is added by the kernels."""
+        prior = self.target.prior
+        if prior is not None and not isinstance(prior, Gaussian):
+            extra = prior.grad([p.detach() for p in packing.params])
+            if extra is not None:
+                grads = [g.sub(q, alpha=1 / self.target.scale) for g, q in zip(grads, extra, strict=True)]
+        return [g.contiguous() for g in grads]
+
+    def _theta_times_grad(self, one: OnePass, packing: Packing, grads: Sequence[Tensor]) -> Tensor:
+        """For fixed data at the present weights, whose gradient is kept; otherwise at those that the step started from."""
+        params = packing.params if self.fixed_data else one.backup
+        flat = [p.detach().reshape(-1) for p in params]
+        products = torch.stack([torch.dot(p, g.reshape(-1)) for p, g in zip(flat, grads, strict=True)])
+        if not isinstance(self.target.prior, Gaussian):
+            return products
+        precision = self.target.prior.precision(packing.params)
+        squares = torch.stack([torch.dot(p, p) * (s / self.target.scale) for p, s in zip(flat, precision, strict=True)])
+        return products + squares
+
+    def _count(self, packing: Packing) -> None:
+        """One more step of Adam, on the host as well."""
+        assert self._bound is not None
+        _, views, own = self._bound
+        self._bound = packing, views, own._replace(step=tuple(k + 1 for k in own.step))
+        self._steps += 1
+
+    def _why_not_captured(self) -> str | None:
+        if self._one_pass(self._layout()) is None:
+            return (
+                "Adam's step counts are on the host unless its step is fused, which needs Triton, contiguous float32 "
+                f"parameters and a test that looks at the batch (here: {self.acceptance})"
+            )
+        return super()._why_not_captured()
+
+    def _graph_key(self) -> Hashable:
+        # lr, betas, eps, sigma and sigma_along are read from the device at each replay
+        modes = self._layers.are_modes_as_left()
+        has_noise = 0.0 not in self._sigmas()
+        return id(self._layout()), id(self._passes), self.target, self.acceptance, self.fixed_data, modes, has_noise
+
+    def _graph_state(self) -> Any:
+        return self._here if self._here is None else (self._here.losses, self._here.log_prior)
+
+    def _set_graph_state(self, state: Any) -> None:
+        losses, log_prior = state
+        self._here = self._here._replace(losses=losses, log_prior=log_prior)
+
+    def _in_graph(self, closure: Closure, ring: Ring, numbers: GraphNumbers | None) -> GraphBody:
+        packing = self._layout()
+        one = self._one_pass(packing)
+        assert one is not None
+        potential = self._potential(packing, [closure])
+        flags = torch.empty(2, 1, dtype=torch.uint8, device=self.device)
+        table = torch.empty(one.num_tensors, dtype=torch.int64, device=self.device)
+        with self._layers.captured(numbers):
+            self._layers.begin()
+            losses, grads, fresh = self._pass(one, packing, potential, ring.rows, ring.slot, flags, (table, table))
+            self._layers.end(flags.view(torch.bool)[0])
+        self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
+        kept = [] if self._here is None else [self._here.losses, self._here.log_prior]
+        addresses = ((table, fresh if self.fixed_data else grads),)
+        return GraphBody(kept, losses.dtype, lambda: self._theta_times_grad(one, packing, grads), addresses)
+
+    def _before_replay(self, body: GraphBody) -> None:
+        super()._before_replay(body)
+        packing = self._layout()
+        one = self._one_pass(packing)
+        assert one is not None
+        self._tell(one, packing)
+        self._count(packing)
+
     def _load_foreign(self, state_dict: dict[str, Any]) -> None:
         """The moments and counts of a torch.optim.Adam; the hyper-parameters stay the sampler's own."""
         keys = ("step", "exp_avg", "exp_avg_sq")
@@ -182,6 +417,8 @@ class AsReleased(AdamMCMC):
     and the page "The released code". Arguments as for `AdamMCMC`; `adammcmc.from_paper(..., loss="mean")` gives the released
     units.
     """
+
+    _one_pass_devices = ()
 
     def _kernel(self, packing: Packing) -> kernels.AdamMCMCKernel:
         lrs = [float(lr) for lr in self._options("lr")]

@@ -36,8 +36,7 @@ class Packing:
         """For each leaf the indices of its parameters."""
         self._flat = [flat[members[0]] for members in self.members]
         self._views: dict[int, tuple[Leaves, list[Tensor]]] = {}
-        self.memory = (self._lasting(), self._lasting())
-        """For the current and the proposed point."""
+        self._memory: list[Leaves | None] = [None, None]
         self.zero = torch.zeros(1, dtype=torch.float64, device=params[0].device)
         """The log density of a flat prior."""
         self.last_grads: Sequence[Tensor] = ()
@@ -46,9 +45,18 @@ class Packing:
     def fits(self, params: Sequence[Parameter]) -> bool:
         """Whether this is the layout of these parameters, in their present dtype and place."""
         return same(self.params, params) and all(
-            p.dtype == view.dtype and p.device == view.device
-            for p, view in zip(params, self.views(self.memory[0]), strict=True)
+            p.dtype == view.dtype and p.device == view.device for p, view in zip(params, self.views(self.current), strict=True)
         )
+
+    @property
+    def current(self) -> Leaves:
+        """Memory for the current point, taken once."""
+        return self._lasting(0)
+
+    @property
+    def proposed(self) -> Leaves:
+        """Memory for the proposed point, taken when it is first asked for."""
+        return self._lasting(1)
 
     def new(self) -> Leaves:
         """Zeros in this layout."""
@@ -59,10 +67,11 @@ class Packing:
             leaves.append(torch.zeros((1, size) if flat else (1, *p.shape), dtype=p.dtype, device=p.device))
         return tuple(leaves)
 
-    def _lasting(self) -> Leaves:
+    def _lasting(self, which: int) -> Leaves:
         """Leaves for use at every step: memory that a step took and gave back would be paid for page by page."""
-        leaves = self.new()
-        self._views[id(leaves)] = (leaves, self._cut(leaves))
+        if (leaves := self._memory[which]) is None:
+            leaves = self._memory[which] = self.new()
+            self._views[id(leaves)] = (leaves, self._cut(leaves))
         return leaves
 
     def views(self, leaves: Leaves) -> list[Tensor]:

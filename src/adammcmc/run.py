@@ -9,6 +9,7 @@ one from that of step 0), so that going on after a stop is what every run does.
 
 from __future__ import annotations
 
+import functools
 import logging
 import platform
 import time
@@ -489,6 +490,7 @@ class _Chain(_Loop):
         self.sampler = sampler
         super().__init__(run, f"chain {chain + 1}/{run.num_chains}" if run.num_chains > 1 else type(sampler).__name__)
         self.scheduler = None if run.scheduler is None else build_scheduler(run.scheduler, sampler)
+        self._loss = functools.partial(run.loss, run.called)  # one object, so that a captured step knows it again
         self.moments = None if run.keep == "draws" else Moments()
         self._sums: dict[str, float] = {}
 
@@ -497,7 +499,7 @@ class _Chain(_Loop):
         return [self.chain]
 
     def _step(self, batch: Any) -> None:
-        self.sampler.step(lambda: self.run.loss(self.run.called, batch))
+        self.sampler.step(self._loss, batch)
         if self.scheduler is not None:
             self.scheduler.step()
 

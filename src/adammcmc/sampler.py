@@ -12,8 +12,9 @@ import math
 import numbers
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +22,15 @@ from torch.nn import Parameter
 from torch.utils import _pytree
 
 from adammcmc.acceptance import FullData, Minibatch, Test
+from adammcmc.capture import Captures, Ring
 from adammcmc.closure import Closure, ClosurePotential
 from adammcmc.data import Examples
 from adammcmc.errors import NonFiniteLoss
 from adammcmc.health import Health, Monitor
 from adammcmc.kernel import ChainState, Info, Kernel
-from adammcmc.leaves import Leaves
+from adammcmc.leaves import Leaves, same
 from adammcmc.packing import Packing
-from adammcmc.stateful import BatchNormPolicy, Layers
+from adammcmc.stateful import BatchNormPolicy, GraphNumbers, Layers
 from adammcmc.target import Prior, Target
 from adammcmc.tuning import Adaptation, BurnIn, check_tunable
 
@@ -39,6 +41,33 @@ _OWN_KEY = "adammcmc"  # of state_dict: what torch would cast or drop if it lay 
 # steps at which fixed data are asked again whether they are; on an accelerator the first only, since asking waits for it
 _RECHECKS = [10**k for k in range(9)]
 _TORCH_KEYS = {"params", "param_names", "initial_lr", "name"}
+
+Products = Callable[[], Tensor]
+"""theta . grad V of each parameter tensor, where a gradient is known."""
+
+
+class Outcome(NamedTuple):
+    """What a step leaves to be looked at."""
+
+    info: Info
+    products: Products | None
+    grad: Leaves | None
+    """The gradient of V that the step found."""
+    potential: ClosurePotential | None = None
+    state: ChainState | None = None
+    """Those of the pure kernel."""
+
+
+class GraphBody(NamedTuple):
+    """What a captured step works on, besides the parameters."""
+
+    kept: list[Tensor]
+    """The chain's memory, caches and flags: read and overwritten by each replay."""
+    loss_dtype: torch.dtype
+    products: Products | None
+    gradients: tuple[tuple[Tensor, list[Tensor]], ...] = ()
+    """Tables of addresses, to be filled in after the capture."""
+
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -78,7 +107,11 @@ class Sampler(torch.optim.Optimizer, ABC):
         self.num_steps = 0
         self._examples = examples
         self._packing: Packing | None = None
-        self._info: Info | None = None
+        self._info: Info | Callable[[], Info] | None = None
+        self._captures = Captures()
+        self._clock: Tensor | None = None
+        self._is_settled = False
+        self._clock_at = -1
         self._here: Any = None
         self._carry: Any = None
         self._fingerprint: tuple[Any, ...] = ()
@@ -142,7 +175,9 @@ class Sampler(torch.optim.Optimizer, ABC):
     # --- one step -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Closure | Sequence[Closure] | None = None) -> Tensor:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Closure | Sequence[Closure] | Callable[[Any], Tensor] | None = None, batch: Any = None
+    ) -> Tensor:
         """One transition: propose, test, move or stay. Returns the batch's mean loss at the weights before the step.
 
         Args:
@@ -150,28 +185,51 @@ class Sampler(torch.optim.Optimizer, ABC):
                 loses fewer digits) the losses of the examples, shape (batch,). It is called at the current and at the
                 proposed weights, and must see the same batch both times. A list of closures is a batch in micro-batches,
                 whose gradients are accumulated: means of equally many examples each, or losses of single examples.
+            batch: a tensor, or a nested container of tensors. Then `closure` is a function of it, the same object at each step:
+
+                    def loss(batch):
+                        x, y = batch
+                        return F.cross_entropy(model(x), y)
+
+                    sampler.step(loss, (x, y))
+
+                On a GPU the whole step becomes one CUDA graph, captured once for each shape of the batch and replayed, which
+                for small networks is many times faster. What cannot be captured runs as usual, after one warning that says why.
 
         If the closure raises, the weights are put back and the error goes on; the moments may have taken in this gradient.
         """
-        closures = [closure] if callable(closure) else closure
+        if batch is not None:
+            if not callable(closure):
+                raise TypeError(f"step(loss, batch) needs a function of the batch, got {type(closure).__name__}.")
+            return self._captures.step(self, closure, batch)  # type: ignore[arg-type]
+        closures: Any = [closure] if callable(closure) else closure
         if not isinstance(closures, list | tuple) or not closures or not all(map(callable, closures)):
             raise TypeError(
                 f"{type(self).__name__}.step needs a closure (a function) that returns the loss of the batch, got "
                 f"{type(closure).__name__}. Write sampler.step(lambda: F.cross_entropy(model(x), y)). GradScaler passes none: "
                 "for mixed precision use torch.autocast with bfloat16 inside the closure, without a scaler."
             )
+        return self._usual_step(closures)
+
+    def _usual_step(self, closures: Sequence[Closure]) -> Tensor:
+        self._before_step()
+        outcome = self._transition(self._layout(), closures)
+        self._info = outcome.info
+        self._after_step(outcome)
+        return outcome.info.loss[0]
+
+    def _before_step(self) -> None:
+        """What is looked at on the host before every step."""
         self.check()
         packing = self._layout()
-        kernel = self._kernel(packing)
         self._check_resolution(packing)
         if (self._here is not None or self._carry is not None) and not self._is_as_left(packing):
             self._here = self._carry = None  # someone else wrote the weights, or changed the target: what was known is void
-        current = packing.pack(packing.params, packing.memory[0])
-        self._layers.begin()
-        potential = ClosurePotential(
+
+    def _potential(self, packing: Packing, closures: Sequence[Closure]) -> ClosurePotential:
+        return ClosurePotential(
             closures,
             packing,
-            current,
             target=self.target,
             examples=self._examples,
             layers=self._layers,
@@ -179,8 +237,16 @@ class Sampler(torch.optim.Optimizer, ABC):
             must_check=self._here is None,
             name=self._name,
         )
+
+    def _transition(self, packing: Packing, closures: Sequence[Closure]) -> Outcome:
+        """One step of the pure kernel on the model's parameters."""
+        kernel = self._kernel(packing)
+        potential = self._potential(packing, closures)
+        current = packing.pack(packing.params, packing.current)
+        potential.hold(current)
+        self._layers.begin()
         try:
-            if self._here is not None and self.num_steps in _RECHECKS[: None if self.device.type == "cpu" else 1]:
+            if self._must_recheck():
                 potential.check_same(self._here)
             self._prepare(packing, potential, current)
             state = ChainState(current, self._gather(packing), self._here, self._carry, self.num_steps, self._frozen_at)
@@ -199,16 +265,117 @@ class Sampler(torch.optim.Optimizer, ABC):
             self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
         if self._here is not None or self._carry is not None:
             self._left, self._fingerprint = state.params, self._now(packing)
+        self._sum_acceptance += info.acceptance_rate
+        known, grad = potential.known, potential.first_grad
+        if state.here is not None:
+            grad = state.here.grad
+            known = None if grad is None else (state.params, grad)
+        products = None if known is None else lambda: _products(packing, *known)
+        return Outcome(info, products, grad, potential, state)
+
+    def _must_recheck(self) -> bool:
+        """Whether it is time to ask fixed data again whether they are."""
+        return self._here is not None and self.num_steps in _RECHECKS[: None if self.device.type == "cpu" else 1]
+
+    def _after_step(self, outcome: Outcome) -> None:
         if self.num_steps == 0:
             _logger.info(self.describe())  # after the step, when the layers are known
         self.num_steps += 1
-        self._info = info
-        self._sum_acceptance += info.acceptance_rate
         if self.is_adapting:
-            self._adapt(packing, potential, state, info)
+            self._adapt(self._layout(), outcome)
         else:
-            self._watch_health(packing, potential, state, info)
-        return info.loss[0]
+            self._watch_health(lambda monitor: monitor.add(outcome.info, self.target.scale), outcome.products)
+
+    # --- the same as a CUDA graph -------------------------------------------------------------------------------
+
+    def _why_not_captured(self) -> str | None:
+        """What speaks against capturing this sampler's steps."""
+        if getattr(self.acceptance, "early_rejection", False):
+            return "early rejection looks at sums on the way"
+        if self._layers.draws_on_host:
+            return "the loss draws random numbers on the host"
+        return None
+
+    def _graph_key(self) -> Hashable:
+        """What is written into a graph, so that another value asks for another graph."""
+        settings = [
+            tuple((key, value) for key, value in group.items() if key not in ("params", "param_names"))
+            for group in self.param_groups
+        ]
+        simple = [
+            (key, value)
+            for key, value in vars(self).items()
+            if not key.startswith("_") and key != "num_steps" and isinstance(value, bool | int | float | tuple | None)
+        ]
+        modes = self._layers.are_modes_as_left()
+        return id(self._layout()), self.target, self.acceptance, modes, tuple(settings), tuple(simple)
+
+    def _in_graph(self, closure: Closure, ring: Ring, numbers: GraphNumbers | None) -> GraphBody:
+        """`_transition` on memory that stays where it is. Nothing here may look at a value."""
+        packing = self._layout()
+        assert self._clock is not None
+        kernel, potential = self._kernel(packing), self._potential(packing, [closure])
+        current = packing.pack(packing.params, packing.current)
+        potential.hold(current)
+        with self._layers.captured(numbers):
+            self._layers.begin()
+            old = ChainState(current, self._gather(packing), self._here, self._carry, 0, self._frozen_at)
+            state, info = kernel.step(old._replace(step=self._clock), potential, self.generator)  # type: ignore[arg-type]
+            potential.place(state.params)
+            self._layers.end(info.is_accepted)
+        kept, fresh = (_tensors((s.memory, s.here, s.carry, s.frozen_at)) for s in (old, state))
+        torch._foreach_copy_(kept, fresh)
+        self._clock.add_(1)
+        self._sum_acceptance += info.acceptance_rate
+        self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
+        ring.write(info)
+        if old.here is not None and (grad := old.here.grad) is not None:  # by then the gradient at the present weights
+            return GraphBody(
+                kept, info.loss.dtype, lambda: _products(packing, packing.pack(packing.params, packing.current), grad)
+            )
+        known = potential.known
+        return GraphBody(kept, info.loss.dtype, None if known is None else lambda: _products(packing, *known))
+
+    def _graph_state(self) -> Any:
+        """What a graph reads and overwrites, as the sampler has it now: a pytree."""
+        return self._gather(self._layout()), self._here, self._carry, self._frozen_at
+
+    def _set_graph_state(self, state: Any) -> None:
+        self._memory, self._here, self._carry, self._frozen_at = state
+
+    def _knows_where_it_is(self) -> bool:
+        """Whether all that a graph takes for granted is known: after a change from outside a usual step must come first."""
+        needs_here = self.fixed_data and self._here is None
+        return not needs_here and not (isinstance(self.acceptance, FullData) and self._examples and self._carry is None)
+
+    def _before_capture(self) -> None:
+        if self._clock is None:
+            self._clock = torch.zeros(1, dtype=torch.int64, device=self.device)
+
+    def _after_capture(self, body: GraphBody) -> None:
+        for table, gradients in body.gradients:
+            addresses = torch.tensor([g.data_ptr() for g in gradients], dtype=torch.int64)
+            table.copy_(addresses)
+        if self._fingerprint:
+            self._fingerprint = self._now(self._layout())  # a capture writes to nothing, but counts as if it did
+
+    def _before_replay(self, body: GraphBody) -> None:
+        """What usual steps in between left elsewhere goes to the places that the graph knows."""
+        state = self._graph_state()
+        now = _tensors(state)
+        if not same(now, body.kept):
+            torch._foreach_copy_(body.kept, now)
+            places = iter(body.kept)
+            self._set_graph_state(_pytree.tree_map_only(Tensor, lambda _: next(places), state))
+        if self._clock is not None and self._clock_at != self.num_steps:
+            self._clock.fill_(self.num_steps)
+
+    def _after_replay(self, body: GraphBody, ring: Ring) -> Tensor:
+        self._info = ring.info
+        self.num_steps += 1
+        self._clock_at = self.num_steps
+        self._watch_health(lambda monitor: monitor.add_row(ring.rows, ring.last, self.target.scale), body.products)
+        return ring.rows[ring.last, 0].to(body.loss_dtype, copy=True)
 
     def draw(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """A draw: a copy of the model's state, which no later step touches. Refused while the settings still adapt."""
@@ -247,10 +414,12 @@ class Sampler(torch.optim.Optimizer, ABC):
             learns=self._learns_preconditioner,
         )
 
-    def _adapt(self, packing: Packing, potential: ClosurePotential, state: ChainState, info: Info) -> None:
+    def _adapt(self, packing: Packing, outcome: Outcome) -> None:
         assert self._adaptation is not None
-        grad = potential.first_grad if state.here is None else state.here.grad
-        change = self._adaptation.observe(info.acceptance_rate, info.potential, info.step_to_noise, grad, self.target.scale)
+        info = outcome.info
+        change = self._adaptation.observe(
+            info.acceptance_rate, info.potential, info.step_to_noise, outcome.grad, self.target.scale
+        )
         self._rescale(change.factor)
         if change.sigma_along is not None:
             for group in self.param_groups:
@@ -264,18 +433,13 @@ class Sampler(torch.optim.Optimizer, ABC):
         names = [self._name(i) for i in range(len(packing.params))]
         return Monitor(self.device, names, [p.numel() for p in packing.params])
 
-    def _watch_health(self, packing: Packing, potential: ClosurePotential, state: ChainState, info: Info) -> None:
+    def _watch_health(self, add: Callable[[Monitor], None], products: Products | None) -> None:
         """Running sums; the temperature only at every tenth step, because it takes a pass over the weights."""
         if self._monitor is None:
-            self._monitor = self._new_monitor(packing)
-        self._monitor.add(info, self.target.scale)
-        if self._monitor.num_steps % 10 != 1:
-            return
-        leaves, grads = potential.known or (None, None) if state.here is None else (state.params, state.here.grad)
-        if leaves is not None and grads is not None:
-            params, grad = packing.views(leaves), packing.views(grads)
-            products = [torch.dot(p.reshape(-1), g.reshape(-1)) for p, g in zip(params, grad, strict=True)]
-            self._monitor.add_products(self.target.scale * torch.stack(products))
+            self._monitor = self._new_monitor(self._layout())
+        add(self._monitor)
+        if self._monitor.num_steps % 10 == 1 and products is not None:
+            self._monitor.add_products(self.target.scale * products())
 
     def health(self) -> Health:
         """What the run says about itself since burn-in ended: numbers, and a verdict in words. Waits for the device."""
@@ -328,7 +492,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         """The last step in numbers, 0-d tensors on the parameters' device; reading it does not wait for the device."""
         if self._info is None:
             raise RuntimeError("no step was taken yet: there is nothing to report.")
-        return Info(*(field[0] for field in self._info))
+        info = self._info() if callable(self._info) else self._info
+        return Info(*(field[0] for field in info))
 
     @property
     def mean_acceptance_rate(self) -> Tensor:
@@ -452,7 +617,7 @@ class Sampler(torch.optim.Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: all but caches, and the wrapper that a scheduler puts around `step`."""
         own = ("_packing", "_info", "_here", "_carry", "_left", "_fingerprint", "_frozen_at_host", "_layers", "step")
-        caches = (*own, *self._own_caches)
+        caches = (*own, "_captures", "_clock", "_clock_at", *self._own_caches)
         kept = {key: value for key, value in self.__dict__.items() if key not in caches and "hooks" not in key}
         return {**kept, "generator": (str(self.device), self.generator.get_state())}
 
@@ -464,7 +629,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         generator = torch.Generator(device)
         generator.set_state(numbers_to_come)
         super().__setstate__({**state, "generator": generator})
-        self._packing = self._info = self._here = self._carry = self._left = None
+        self._packing = self._info = self._here = self._carry = self._left = self._clock = None
+        self._captures, self._clock_at = Captures(), -1
         self._fingerprint = ()
         self._layers = Layers(self.batch_norm, self.device)
         self._frozen_at_host = _host_copy(self._frozen_at)
@@ -498,8 +664,20 @@ class Sampler(torch.optim.Optimizer, ABC):
     def _trainable(self) -> list[Parameter]:
         return [p for p in self._parameters() if p.requires_grad]
 
+    @contextmanager
+    def _same_layout(self) -> Iterator[None]:
+        """Nobody touches the parameters inside: they need not be looked at again and again."""
+        self._layout()
+        self._is_settled = True
+        try:
+            yield
+        finally:
+            self._is_settled = False
+
     def _layout(self) -> Packing:
         """The trainable parameters in leaves; made anew when they are others than at the last step."""
+        if self._is_settled and self._packing is not None:
+            return self._packing
         params = self._trainable()
         if not params:
             raise ValueError("no parameter requires a gradient: there is nothing to sample.")
@@ -572,6 +750,15 @@ class Sampler(torch.optim.Optimizer, ABC):
                         f"weights in float32 (and use bfloat16 autocast in the closure), or raise {self._noise_name}."
                     )
         self._checked_sigmas = sigmas
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in _pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _products(packing: Packing, params: Leaves, grad: Leaves) -> Tensor:
+    pairs = zip(packing.views(params), packing.views(grad), strict=True)
+    return torch.stack([torch.dot(p.reshape(-1), g.reshape(-1)) for p, g in pairs])
 
 
 def _burn_in(value: BurnIn | int | None) -> BurnIn | None:

@@ -192,8 +192,13 @@ class _Network:
         """Write one chain's tensors into the model."""
         values = {**self.params.views(params), **self.buffers.views(buffers), **self._frozen}
         for name, x in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            if (stacked := values.get(f"model.{name}")) is not None:
+            if (stacked := values.get(f"model.{name}")) is None:
+                continue
+            if x.is_contiguous() or isinstance(x, nn.Parameter):
                 x.copy_(stacked[chain])
+            else:  # a view that cannot be written to, an expanded number for example
+                owner, _, last = name.rpartition(".")
+                self.model.get_submodule(owner)._buffers[last] = stacked[chain].clone()
 
 
 # --- the target ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from adammcmc.errors import PerExampleLossRequired, StochasticClosure
 
-__all__ = ["BatchNormPolicy", "ClosureReport", "Layers", "check_closure"]
+__all__ = ["BatchNormPolicy", "ClosureReport", "GraphNumbers", "Layers", "check_closure"]
 
 BatchNormPolicy = Literal["batch", "frozen"]
 _T = TypeVar("_T")
@@ -43,6 +43,8 @@ class _Seen:
     frozen: list[nn.Module] = field(default_factory=list)
     draws_numbers: bool = False
     """Whether torch's random numbers were used."""
+    draws_on_host: bool = False
+    """Whether those of the CPU were."""
 
     def name(self, module: nn.Module) -> str:
         """As the outermost module calls it."""
@@ -100,7 +102,8 @@ def _watch(policy: BatchNormPolicy, device: torch.device) -> Iterator[_Seen]:
             yield seen
     finally:
         hook.remove()
-        seen.draws_numbers = any(not torch.equal(a, b) for a, b in zip(numbers, _random_state(device), strict=True))
+        moved = [not torch.equal(a, b) for a, b in zip(numbers, _random_state(device), strict=True)]
+        seen.draws_numbers, seen.draws_on_host = any(moved), moved[0]
         for module in seen.frozen:
             module.training = True
 
@@ -111,6 +114,43 @@ def _kind(module: nn.Module) -> str:
 
 def _is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) or "BatchNorm" in _kind(module)
+
+
+class GraphNumbers:
+    """torch's random numbers in the evaluations of a captured step: the same in all of them, others at each replay.
+
+    Each evaluation has a generator of its own, a copy of the device's, and all are set to where that one is before a replay.
+
+    Args:
+        graph: in which they will be captured.
+        device: of the numbers.
+        count: evaluations in a step.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device, count: int) -> None:
+        self._default = torch.cuda.default_generators[device.index or 0]
+        self._copies = [self._default.clone_state() for _ in range(count)]
+        for copy in self._copies:
+            graph.register_generator_state(copy)
+
+    @contextmanager
+    def evaluation(self, number: int) -> Iterator[None]:
+        """Inside a capture: the numbers of this evaluation."""
+        usual = self._default.graphsafe_get_state()
+        self._default.graphsafe_set_state(self._copies[number])
+        try:
+            yield
+        finally:
+            self._default.graphsafe_set_state(usual)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Around a replay."""
+        now = self._default.get_state()
+        for copy in self._copies:
+            copy.set_state(now)
+        yield
+        self._default.set_offset(self._copies[0].get_offset())
 
 
 class Layers:
@@ -133,6 +173,28 @@ class Layers:
         self._backup: list[Tensor] = []
         self._numbers: list[Tensor] = []
         self._num_evaluations = 0
+        self._is_captured = False
+        self._graph_numbers: GraphNumbers | None = None
+
+    @property
+    def draws_on_host(self) -> bool:
+        """Whether the loss uses random numbers of the CPU, which no graph can replay."""
+        return self._seen is not None and self._seen.draws_on_host
+
+    def graph_numbers(self, graph: torch.cuda.CUDAGraph) -> GraphNumbers | None:
+        """The random numbers of a step like the last one, for capture; None if there are none."""
+        if self._seen is None or not self._seen.draws_numbers:
+            return None
+        return GraphNumbers(graph, self._device, self._num_evaluations)
+
+    @contextmanager
+    def captured(self, numbers: GraphNumbers | None) -> Iterator[None]:
+        """The evaluations inside are captured: nothing may look at a value."""
+        self._is_captured, self._graph_numbers = True, numbers
+        try:
+            yield
+        finally:
+            self._is_captured, self._graph_numbers = False, None
 
     def begin(self) -> None:
         """A new step: what is there now is what a rejection returns to."""
@@ -147,6 +209,11 @@ class Layers:
         if self._num_evaluations > 0:
             self._put_back()
         self._num_evaluations += 1
+        if self._is_captured:
+            numbers = self._graph_numbers
+            with nullcontext() if numbers is None else numbers.evaluation(self._num_evaluations - 1), self._modes():
+                yield
+            return
         if self._num_evaluations == 1 or not same_numbers:
             self._numbers = self._numbers if not same_numbers else _random_state(self._device)
             with self._modes():
@@ -302,6 +369,9 @@ class Layers:
 
     def example_losses(self, evaluate: Callable[[slice | Tensor], Tensor], indices: slice | Tensor) -> Tensor:
         """Losses of single examples: they exist only if no layer looks at the batch or draws random numbers."""
+        if self._is_captured:  # all was looked at in the steps before
+            with self._modes():
+                return evaluate(indices)
         with _watch(self.policy, self._device) as seen:
             losses = evaluate(indices)
             halves = self._halves(evaluate, indices, len(losses))

@@ -1,0 +1,183 @@
+"""Whole steps as CUDA graphs: captured once for each shape of the batch, then replayed without any Python in between.
+
+A graph runs on memory that stays where it is: the batch is copied into it, and all that a step leaves for the next (weights,
+moments, cached losses, buffers, counters) is overwritten in place. Random numbers move on as they do without a graph: the
+generators' offsets are set before each replay, and dropout has the same mask in all evaluations of a step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from adammcmc.kernel import Info
+from adammcmc.stateful import GraphNumbers
+
+__all__ = ["Captures", "Ring"]
+
+_WARM_UP = 3  # steps as usual before a graph is captured: layers, caches and compiled code must have settled
+_MOST = 8  # graphs; more shapes than that run as usual
+_ROWS = 16  # that a ring holds
+
+
+class Ring:
+    """The last 16 steps in numbers, on the device: a graph writes one row at each replay, and the host knows which."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rows = torch.zeros(_ROWS, len(Info._fields), dtype=torch.float64, device=device)
+        self.slot = torch.zeros(1, dtype=torch.int64, device=device)
+        self.last = _ROWS - 1
+        """The row of the last step."""
+
+    def write(self, info: Info) -> None:
+        """The row of this step (inside a graph)."""
+        row = torch.stack([field.double() for field in info]).reshape(1, -1)
+        self.rows.index_copy_(0, self.slot, row)
+        self.slot.add_(1).remainder_(_ROWS)
+
+    def moved_on(self) -> None:
+        """A graph was replayed."""
+        self.last = (self.last + 1) % _ROWS
+
+    def info(self) -> Info:
+        """The last step, copied."""
+        fields = list(self.rows[self.last].clone()[:, None].unbind())
+        fields[5], fields[6] = fields[5].bool(), fields[6].bool()
+        return Info(*fields)
+
+
+class _Graph:
+    """One captured step."""
+
+    def __init__(self, sampler: Any, loss: Callable[[Any], Tensor], batch: Any, ring: Ring) -> None:
+        leaves, structure = _pytree.tree_flatten(batch)
+        self.loss = loss
+        self._static = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        self._last: list[tuple[Any, int]] = []
+        static = _pytree.tree_unflatten(self._static, structure)
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.register_generator_state(sampler.generator)
+        self.numbers: GraphNumbers | None = sampler._layers.graph_numbers(self.graph)
+        generators = [sampler.generator, torch.cuda.default_generators[sampler.device.index or 0]]
+        before = [generator.get_state() for generator in generators]
+        try:
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.body = sampler._in_graph(lambda: loss(static), ring, self.numbers)
+        except BaseException:
+            for generator, state in zip(generators, before, strict=True):
+                # a capture that failed leaves its generators in the middle of it: they get a new inside
+                fresh = torch.Generator(generator.device)
+                fresh.set_state(state)
+                generator.graphsafe_set_state(fresh)
+            raise
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+        sampler._after_capture(self.body)
+
+    def replay(self, sampler: Any, batch: Any) -> None:
+        for static, x in zip(self._static, self._fresh(_pytree.tree_leaves(batch)), strict=True):
+            if x is not None:
+                static.copy_(x, non_blocking=True)
+        sampler._before_replay(self.body)
+        if self.numbers is None:
+            self.graph.replay()
+            return
+        with self.numbers.replayed():
+            self.graph.replay()
+
+    def _fresh(self, leaves: list[Any]) -> list[Tensor | None]:
+        """What must be copied: not a tensor that was copied before, and that nobody has written to since."""
+        known = [(x, x._version) if isinstance(x, Tensor) else (x, 0) for x in leaves]
+        old = self._last if self._last else [(None, 0)] * len(known)
+        self._last = known
+        return [
+            x if isinstance(x, Tensor) and not (x is y and version == w) else None
+            for (x, version), (y, w) in zip(known, old, strict=True)
+        ]
+
+
+class Captures:
+    """The graphs of a sampler, and why there are none where there are none."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[Any, _Graph] = {}
+        self._seen: dict[Any, int] = {}
+        self._functions: dict[int, Callable[..., Any]] = {}
+        self._reason: str | None = None
+        self._ring: Ring | None = None
+
+    def step(self, sampler: Any, loss: Callable[[Any], Tensor], batch: Any) -> Tensor:
+        """One step of the sampler on this batch, replayed if it can be."""
+        if sampler.device.type != "cuda" or self._reason is not None or sampler.is_adapting:
+            return self._usual(sampler, loss, batch)
+        with sampler._same_layout():
+            return self._step(sampler, loss, batch)
+
+    def _step(self, sampler: Any, loss: Callable[[Any], Tensor], batch: Any) -> Tensor:
+        graph = self._graphs.get(key) if (key := self._key(sampler, loss, batch)) is not None else None
+        if graph is None:
+            if key is None or (reason := self._why_not(sampler, key, loss)) is not None:
+                if key is not None:
+                    self._give_up(str(reason))
+                return self._usual(sampler, loss, batch)
+            if self._seen.setdefault(key, 0) < _WARM_UP or sampler.num_steps < _WARM_UP:
+                self._seen[key] += 1
+                return self._usual(sampler, loss, batch)
+            sampler._before_step()
+            sampler._before_capture()
+            if self._ring is None:
+                self._ring = Ring(sampler.device)
+            try:
+                graph = self._graphs[key] = _Graph(sampler, loss, batch, self._ring)
+            except Exception as error:
+                first: BaseException = error
+                while first.__context__ is not None:  # what comes last is only that the capture has failed
+                    first = first.__context__
+                self._give_up(f"{type(first).__name__}: {next(iter(str(first).strip().splitlines()), '')}")
+                return self._usual(sampler, loss, batch)
+        assert self._ring is not None
+        sampler._before_step()
+        if not sampler._knows_where_it_is():
+            return self._usual(sampler, loss, batch)
+        graph.replay(sampler, batch)
+        self._ring.moved_on()
+        return sampler._after_replay(graph.body, self._ring)  # type: ignore[no-any-return]
+
+    def _usual(self, sampler: Any, loss: Callable[[Any], Tensor], batch: Any) -> Tensor:
+        result: Tensor = sampler._usual_step([lambda: loss(batch)])
+        return result
+
+    def _key(self, sampler: Any, loss: Callable[[Any], Tensor], batch: Any) -> Any:
+        """What must be the same for a graph to be valid; None if the batch has no shape that could be."""
+        leaves, structure = _pytree.tree_flatten(batch)
+        parts = tuple((x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else x for x in leaves)
+        key = (id(loss), structure, parts, sampler._graph_key())
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _why_not(self, sampler: Any, key: Any, loss: Callable[[Any], Tensor]) -> str | None:
+        if (reason := sampler._why_not_captured()) is not None:
+            return str(reason)
+        code = getattr(loss, "__code__", None)
+        alike = [f for f in self._functions.values() if f is not loss and code is not None and f.__code__ is code]
+        if len(alike) >= 2:
+            return "each call brings a new function; define the loss once, outside of the loop"
+        self._functions[id(loss)] = loss  # kept, so that its identity is not given to another
+        if key not in self._seen and len(self._seen) >= _MOST * 2:
+            return f"there are more than {_MOST} shapes of batches or settings; make batches alike, and leave the settings"
+        return None
+
+    def _give_up(self, reason: str) -> None:
+        self._reason = reason
+        self._graphs.clear()
+        warnings.warn(
+            f"steps are not captured in a CUDA graph: {reason.rstrip('.')}. They run as usual, only slower.", stacklevel=5
+        )
