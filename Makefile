@@ -2,7 +2,7 @@
 # make test   lint, types, documentation, tests: everything that must hold
 # Each creates the virtual environment .venv and installs what it needs; a second call is fast.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bench-jets bench-store bench-rivals bench-growth bias clean
+.PHONY: help demo test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bench-jets bench-stacked bench-store bench-rivals bench-growth bias clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -56,6 +56,9 @@ bench-networks: .venv/installed  ## every kernel against long references on thre
 
 bench-jets: .venv/installed  ## jets a second in training ParticleNet; of interest on a GPU
 	$(BIN)/python -m benchmarks.particlenet
+
+bench-stacked: .venv/installed  ## chains at once against one after the other
+	$(ONE_THREAD) $(BIN)/python -m benchmarks.stacked
 
 bench-store: .venv/installed  ## what storing costs: share of a run, memory
 	$(ONE_THREAD) $(BIN)/python -m benchmarks.storing

@@ -90,6 +90,31 @@ SCENARIOS: dict[str, Any] = {
         "gap": 3,
         "burn_in": adammcmc.BurnIn(num_steps=60),
     },
+    # all chains at once: BatchNorm, dropout, batches, noise and temperature of each chain
+    "stacked scan": lambda: {
+        "model": network(plain=False),
+        "train": (X, Y),
+        "sampler": partial(
+            ALGORITHM_1, sigma=torch.tensor([1e-3, 2e-3, 5e-4]), inverse_temperature=torch.tensor([1.0, 0.5, 0.1])
+        ),
+        "batch_size": 16,
+        "num_chains": 3,
+        "stacked": True,
+        "num_draws": 25,
+        "gap": 3,
+    },
+    # all chains at once: adaptation pooled over them, all data for the test, only the last two draws and the moments
+    "stacked, adapting, last 2": lambda: {
+        "model": network(plain=True),
+        "train": (X, Y),
+        "batch_size": 32,
+        "num_chains": 2,
+        "stacked": True,
+        "num_draws": 30,
+        "gap": 2,
+        "burn_in": 60,
+        "keep": 2,
+    },
 }
 
 
@@ -102,7 +127,7 @@ def content(path: Path) -> Any:
     """Everything that a finished run left, to the bit."""
     store = FolderStore(path)
     chains = range(store.manifest["configuration"]["num_chains"])
-    checkpoints = [encode(store.saved(chain)) for chain in chains]
+    checkpoints = [encode(store.saved(chain)) for chain in (*chains, None)]
     draws = [store.load(record) for record in store.kept()]
     files = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
     target = store.manifest["target"]

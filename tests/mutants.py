@@ -115,8 +115,8 @@ MUTANTS = [
     Mutant(
         "the persistent uniform not carried over by an accepted move",
         "kernels/hamiltonian.py",
-        "uniform * torch.exp(-info.log_ratio.nan_to_num(nan=0.0))",
-        "uniform",
+        "decides * torch.exp(-info.log_ratio.nan_to_num(nan=0.0))",
+        "decides",
         "tests/test_kernels.py",
     ),
     Mutant(
@@ -164,8 +164,8 @@ MUTANTS = [
     Mutant(
         "draws after the checkpoint kept on resume",
         "run.py",
-        "            store.rewind(self.chain, self.num_draws)\n",
-        "            pass\n",
+        "                store.rewind(chain, self.num_draws)\n",
+        "                pass\n",
         "tests/test_resume.py tests/test_store.py",
     ),
     Mutant(
@@ -188,6 +188,41 @@ MUTANTS = [
         "rows = self._order[self._position * self.batch_size : (self._position + 1) * self.batch_size]",
         "rows = self._order[: self.batch_size]",
         "tests/test_data.py",
+    ),
+    Mutant(
+        "buffers of all chains move when one accepts",
+        "stacked.py",
+        "torch.where(mask[owner], y, n)",
+        "torch.where(mask.any(), y, n)",
+        "tests/test_stacked.py",
+    ),
+    Mutant(
+        "one temperature for all chains",
+        "stacked.py",
+        "self.scale = _joined([target.scale for target in self.targets], self.device)",
+        "self.scale = self.targets[0].scale",
+        "tests/test_stacked.py",
+    ),
+    Mutant(
+        "the prior's gradient in the units of the first chain",
+        "stacked.py",
+        "by_chain(1 / self.scale, q)",
+        "by_chain(1 / self._stack.targets[0].scale, q)",
+        "tests/test_stacked.py",
+    ),
+    Mutant(
+        "chains share their noise",
+        "randomness.py",
+        "            row.normal_(generator=generator)\n",
+        "            row.normal_(generator=self._generators[0])\n",
+        "tests/test_stacked.py tests/test_randomness.py",
+    ),
+    Mutant(
+        "draws of a stack after its checkpoint kept on resume",
+        "run.py",
+        "for chain in self.chains:\n                store.rewind",
+        "for chain in list(self.chains)[:1]:\n                store.rewind",
+        "tests/test_resume.py",
     ),
     Mutant(
         "first layer of an edge without its difference",

@@ -6,8 +6,11 @@ import math
 
 import pytest
 import torch
+from scipy import stats
 
-from adammcmc import AlwaysAccept, Density, NonFiniteLoss, kernels, sample_density
+from adammcmc import AlwaysAccept, BurnIn, Density, NonFiniteLoss, kernels, sample_density
+from adammcmc.randomness import streams
+from tests.targets import TARGETS
 
 
 def gaussian(x: torch.Tensor) -> torch.Tensor:
@@ -172,3 +175,78 @@ class _NanGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return torch.full((len(grad), 2), math.nan)
+
+
+# --- settings of each chain -----------------------------------------------------------------------------------------------
+
+
+SIZES = torch.tensor([0.05, 0.2, 0.6], dtype=torch.float64)
+SCANS = {
+    "mala": lambda h: kernels.mala(h),
+    "mala, directional": lambda h: kernels.mala(h, sigma=1.2 * h**0.5, sigma_along=2 * h),
+    "mala, preconditioned": lambda h: kernels.mala(h, preconditioner=torch.tensor([0.5, 1.0, 2.0]).double()),
+    "underdamped": lambda h: kernels.underdamped(h),
+    "underdamped, friction": lambda h: kernels.underdamped(h, 0.7, num_leapfrog=2),
+    "underdamped, always accept": lambda h: kernels.underdamped(h, acceptance=AlwaysAccept()),
+    "hmc": lambda h: kernels.hmc(h, 3),
+    "adam_mcmc": lambda h: kernels.adam_mcmc(0.1 * h, sigma=h, sigma_along=3 * h),
+    "as_released": lambda h: kernels.as_released(0.1 * h, sigma=h, sigma_along=3 * h),
+    "exact_adam_mcmc": lambda h: kernels.exact_adam_mcmc(0.1 * h, sigma=h, sigma_along=h, momentum_spread=(1.0, 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_a_scan_equals_separate_runs(name: str) -> None:
+    """The same noise gives the same chains: a setting for each chain is what it says."""
+
+    def skewed(x: torch.Tensor) -> torch.Tensor:
+        return (2 * x - x.exp()).sum(1)
+
+    initial = torch.linspace(-1, 1, 9, dtype=torch.float64).view(3, 3)
+    together, info = sample_density(
+        skewed, initial, SCANS[name](SIZES), num_steps=60, seed=streams([4, 5, 6], torch.device("cpu"))
+    )
+    for c, seed in enumerate((4, 5, 6)):
+        alone, own = sample_density(skewed, initial[c : c + 1], SCANS[name](float(SIZES[c])), num_steps=60, seed=seed)
+        torch.testing.assert_close(together[c], alone[0], rtol=1e-10, atol=1e-10)
+        assert torch.equal(info.is_accepted[c], own.is_accepted[0])
+    if "always" not in name:
+        assert len(set(info.acceptance_rate.mean(1).tolist())) == 3
+
+
+@pytest.mark.parametrize("name", ["mala, directional", "underdamped, friction", "exact_adam_mcmc"])
+def test_each_chain_of_a_scan_is_exact(name: str) -> None:
+    """Start exact, step, compare: 4,000 chains of each setting, in one run."""
+    target = TARGETS[0]
+    generator = torch.Generator().manual_seed(3)
+    sizes = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64).repeat_interleave(4000)
+    initial = target.draw(len(sizes), generator)
+    draws, _ = sample_density(target.log_density, initial, SCANS[name](sizes), num_steps=40, burn_in=39, seed=generator)
+    fresh = target.draw(40_000, generator)
+    for group in draws[:, 0].view(3, 4000, 2):
+        assert min(stats.ks_2samp(group[:, i], fresh[:, i]).pvalue for i in range(2)) > 1e-5
+
+
+def test_settings_of_chains_that_do_not_fit_are_named() -> None:
+    initial = torch.zeros(4, 2)
+    with pytest.raises(ValueError, match="`step_size` has 3 values, and there are 4 chains"):
+        sample_density(gaussian, initial, kernels.mala(SIZES), num_steps=2)
+    with pytest.raises(ValueError, match="`sigma_along` has 3 values"):
+        sample_density(gaussian, initial, kernels.adam_mcmc(0.1, sigma=0.1, sigma_along=SIZES), num_steps=2)
+    with pytest.raises(ValueError, match="`lr` must not be negative, and must be finite, got -1"):
+        kernels.adam_mcmc(torch.tensor([0.1, -1.0]), sigma=0.1)
+    with pytest.raises(ValueError, match="`sigma` must be positive"):
+        kernels.adam_mcmc(0.1, sigma=torch.tensor([0.1, 0.0]))
+    with pytest.raises(ValueError, match=r"`step_size` must be a number, or a tensor with one .* got shape \(2, 2\)"):
+        kernels.underdamped(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="`step_size` differs between the chains, and burn-in would adapt it"):
+        sample_density(gaussian, initial[:3], kernels.mala(SIZES), num_steps=20, burn_in=10, tune=BurnIn())
+    kernel = kernels.adam_mcmc(0.1, sigma=0.1, sigma_along=SIZES)
+    with pytest.raises(ValueError, match="`sigma_along` differs between the chains"):
+        sample_density(gaussian, initial[:3], kernel, num_steps=20, burn_in=10, tune=BurnIn())
+
+
+def test_what_chains_differ_in_and_burn_in_leaves_alone_may_differ() -> None:
+    kernel = kernels.adam_mcmc(SIZES * 1e-2, sigma=0.3, sigma_along=1.0)
+    _, info = sample_density(gaussian, torch.zeros(3, 2), kernel, num_steps=300, burn_in=200, tune=BurnIn(num_steps=200))
+    assert info.acceptance_rate.mean() > 0.3

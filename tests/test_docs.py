@@ -84,6 +84,15 @@ def test_the_page_on_posteriors(names: dict[str, Any]) -> None:
     assert (names["band"].quantile(0.05) <= names["band"].mean).float().mean() > 0.9
 
 
+def test_the_page_on_many_chains(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for code in blocks("docs/many.md"):
+        run(code, names)
+    assert names["posterior"].num_chains == 16
+    assert names["posterior"].store.manifest["configuration"]["stacked"]
+    assert [names["scan"].settings(c)["sigma"] for c in range(8)] == names["sigmas"].tolist()
+    assert len(capsys.readouterr().out.splitlines()) == 8
+
+
 def test_the_page_on_jets_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     [code] = blocks("docs/jets.md")

@@ -28,6 +28,7 @@ from adammcmc import (
     ExactAdamMCMC,
     FullData,
     Gaussian,
+    GaussianNLL,
     NonFiniteLoss,
     OptimizerMCMC,
     Posterior,
@@ -389,3 +390,109 @@ def test_data_on_the_host_are_brought_to_the_model() -> None:
     loader = DataLoader(TensorDataset(x.cpu(), y.cpu()), batch_size=64, pin_memory=True)
     piped = sample(model, loader, F.cross_entropy, sampler=RUNS["AdamMCMC"], num_draws=3, gap=4)
     assert all(torch.equal(a[key], b[key]) for a, b in zip(piped, there, strict=True) for key in a)
+
+
+# --- many chains at once --------------------------------------------------------------------------------------------------
+
+
+STACKED: dict[str, Any] = {
+    "scan": partial(
+        AdamMCMC,
+        lr=torch.tensor([1e-3, 2e-3, 3e-3, 0.0]),
+        sigma=torch.tensor([1e-3, 2e-3, 5e-4, 3e-3]),
+        sigma_along=torch.tensor([2.0, 1.0, 3.0, 0.0]),
+        inverse_temperature=torch.tensor([1.0, 0.5, 0.2, 0.1]),
+        prior=Gaussian(),
+    ),
+    "bounded": partial(AdamMCMC, lr=1e-3, sigma=1e-3, sigma_along=2.0, prior=UniformBox(-3, 3)),
+    "MALA": partial(MALA, step_size=torch.tensor([1e-5, 2e-5, 1e-4, 1e-3]), sigma_along=0.5, prior=Gaussian()),
+    "Underdamped": partial(Underdamped, step_size=torch.tensor([1e-3, 2e-3, 1e-2, 3e-2]), friction=1.0, prior=Gaussian()),
+    "FullData": partial(MALA, step_size=1e-4, prior=Gaussian(), acceptance=FullData(chunk_size=100)),
+    "AsReleased": partial(AsReleased, lr=1e-3, sigma=1e-3, sigma_along=6.0, prior=Gaussian()),
+}
+
+
+@pytest.mark.parametrize("batch_size", [None, 64])
+@pytest.mark.parametrize("name", STACKED)
+def test_a_stack_waits_for_the_device_at_draws_only(name: str, batch_size: int | None) -> None:
+    model, x, y = problem()
+    watch = NoWaiting(30, 10)
+    options: dict[str, Any] = {"sampler": STACKED[name], "batch_size": batch_size, "callbacks": [watch], "num_chains": 4}
+    try:
+        posterior = sample(model, (x, y), F.cross_entropy, num_draws=5, gap=10, burn_in=30, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert posterior.store.manifest["configuration"]["stacked"] is True, "on an accelerator it stacks by itself"
+    assert watch.watched >= 4 * 40
+    assert len(posterior) == 20
+    assert float(posterior.trace("acceptance_rate").mean()) > 0
+    assert len({float(draw["0.weight"].double().sum()) for draw in posterior}) > 4
+
+
+def test_a_stack_with_dropout_and_batch_norm_does_not_wait_either(tmp_path: Path) -> None:
+    """And goes on bit for bit."""
+    model, x, y = stateful()
+    watch = NoWaiting(10, 10)
+    options: dict[str, Any] = {"sampler": STACKED["scan"], "batch_size": 64, "num_draws": 6, "gap": 10, "burn_in": 10}
+    options |= {"num_chains": 4, "stacked": True}
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        whole = sample(model, (x, y), F.cross_entropy, callbacks=[watch], **options)
+        torch.cuda.set_sync_debug_mode("default")
+        with pytest.raises(KeyboardInterrupt):
+            sample(model, (x, y), F.cross_entropy, path=tmp_path / "run", callbacks=[Interrupt(9)], **options)
+        resumed = sample(model, (x, y), F.cross_entropy, path=tmp_path / "run", resume=True, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.use_deterministic_algorithms(False)
+    assert watch.watched >= 4 * 40
+    for a, b in zip(whole, resumed, strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in a)
+    statistics = {float(whole.chain(c)[-1]["1.running_mean"].sum()) for c in range(4)}
+    assert len(statistics) == 4, "of each chain"
+
+
+def test_stacked_chains_sample_their_own_temperatures() -> None:
+    """Start exact, step, compare: conjugate regression, 500 chains at each of two temperatures."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(40, 2, generator=generator).double()
+    y = x @ torch.tensor([[1.0], [-0.5]]).double() + 0.7 * torch.randn(40, 1, generator=generator).double()
+    temperatures = torch.tensor([1.0, 0.1], dtype=torch.float64)
+    starts, roots, means = [], [], []
+    for inverse_temperature in temperatures.tolist():
+        precision = inverse_temperature * x.T @ x / 0.7**2 + torch.eye(2, dtype=torch.float64)
+        root = torch.linalg.cholesky(precision)
+        mean = torch.cholesky_solve(inverse_temperature * x.T @ y / 0.7**2, root).flatten()
+        noise = torch.randn(500, 2, generator=generator).double()
+        starts.append(mean + torch.linalg.solve_triangular(root.T, noise.T, upper=True).T)
+        roots.append(root)
+        means.append(mean)
+    posterior = sample(
+        nn.Linear(2, 1, bias=False, dtype=torch.float64).cuda(),
+        (x.cuda(), y.cuda()),
+        GaussianNLL(0.7),
+        sampler=partial(MALA, step_size=1.5e-2, inverse_temperature=temperatures.repeat_interleave(500)),
+        prior=Gaussian(1.0),
+        num_chains=1000,
+        initial=[{"weight": start[None]} for start in torch.cat(starts)],
+        num_draws=1,
+        gap=40,
+        burn_in=0,
+        stacked=True,
+    )
+    draws = torch.stack([draw["weight"][0] for draw in posterior]).view(2, 500, 2)
+    for group, root, mean in zip(draws, roots, means, strict=True):
+        whitened = (group - mean) @ root
+        assert float(whitened.mean().abs()) < 4.5 / math.sqrt(1000)
+        assert abs(float(whitened.square().mean()) - 1) < 4.5 * math.sqrt(2 / 1000)
+
+
+def test_a_density_is_scanned_on_the_device() -> None:
+    sizes = torch.tensor([0.1, 0.5]).repeat_interleave(2000)  # on the host: it is brought there
+    draws, info = sample_density(
+        lambda x: -0.5 * x.square().sum(1), torch.randn(4000, 3, device="cuda"), kernels.mala(sizes), num_steps=60, burn_in=30
+    )
+    rates = info.acceptance_rate.mean(1).view(2, 2000).mean(1)
+    assert float(rates[0]) > float(rates[1])
+    for half in draws.double().square().mean((1, 2)).view(2, 2000):
+        assert abs(float(half.mean()) - 1) < 4.5 * float(half.std()) / math.sqrt(2000)

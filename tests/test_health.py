@@ -16,12 +16,13 @@ from adammcmc import (
     FullData,
     Gaussian,
     Health,
+    Info,
     Sampler,
     TensorExamples,
     Underdamped,
     UniformBox,
 )
-from adammcmc.health import beta_eff
+from adammcmc.health import Monitor, beta_eff
 from tests.doors import X, Y, network, seeded
 
 
@@ -276,3 +277,26 @@ def test_sums_are_right_at_every_length(num_steps: int) -> None:
     whole = num_steps // per_batch * per_batch
     if whole:
         assert math.isclose(health.acceptance, sum(rates[:whole]) / whole, rel_tol=1e-9)
+
+
+def test_chains_that_are_kept_apart_have_the_sums_that_they_would_have_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    together = Monitor(torch.device("cpu"), ["a", "b"], [3, 4], num_chains=3)
+    alone = [Monitor(torch.device("cpu"), ["a", "b"], [3, 4]) for _ in range(3)]
+    scale = torch.tensor([10.0, 20.0, 5.0], dtype=torch.float64)
+    for step in range(333):
+        info = Info(*(torch.rand(3, generator=generator, dtype=torch.float64) for _ in Info._fields))
+        products = torch.rand(3, 2, generator=generator, dtype=torch.float64)
+        together.add(info, scale)
+        for c, monitor in enumerate(alone):
+            monitor.add(Info(*(field[c : c + 1] for field in info)), float(scale[c]))
+        if step % 10 == 0:
+            together.add_products(products)
+            for c, monitor in enumerate(alone):
+                monitor.add_products(products[c])
+    context = {"is_exact": True, "knows_potential": True, "has_proper_prior": True, "has_edge": False}
+    assert together.totals_by_chain() == [pytest.approx(monitor.totals()) for monitor in alone]
+    for part, monitor in zip(together.chains(), alone, strict=True):
+        assert part.read(**context).acceptance == pytest.approx(monitor.read(**context).acceptance)
+        assert part.read(**context).temperatures == pytest.approx(monitor.read(**context).temperatures)
+        torch.testing.assert_close(part.state_dict(), monitor.state_dict())

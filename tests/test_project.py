@@ -15,7 +15,8 @@ SOURCE = ROOT / "src" / "adammcmc"
 
 # a file imports only from files above it; `acceptance` is a package
 ORDER = [
-    ["errors", "leaves", "encoding", "moments"],
+    ["errors", "randomness", "encoding", "moments"],
+    ["leaves"],
     ["target", "direction", "proposal"],
     ["data"],
     ["likelihood"],
@@ -27,6 +28,7 @@ ORDER = [
     ["closure"],
     ["sampler"],
     ["optimizer", "exact"],
+    ["stacked"],
     ["progress", "store", "uncertainty", "callbacks", "factory"],
     ["predictive"],
     ["posterior"],

@@ -76,14 +76,15 @@ def test_an_interrupted_run_resumes_bit_for_bit(scenario: str, tmp_path: Path) -
     assert killing.same(killing.content(tmp_path / "parts"), killing.content(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("scenario", ["algorithm 1", "full data, last 3"])
+@pytest.mark.parametrize("scenario", ["algorithm 1", "full data, last 3", "stacked scan", "stacked, adapting, last 2"])
 def test_draws_that_are_ahead_of_their_checkpoint_are_made_again(scenario: str, tmp_path: Path) -> None:
     """As if the process had been killed between the index and the checkpoint."""
-    older = tmp_path / "older"
+    older, folder = tmp_path / "older", "." if scenario.startswith("stacked") else "chain-0"
+    at_once = killing.SCENARIOS[scenario]()["num_chains"] if scenario.startswith("stacked") else 1
 
     class KeepOld(adammcmc.Callback):
         def on_draw(self, event: adammcmc.Event, record: dict[str, object]) -> None:
-            checkpoint = tmp_path / "run" / "chain-0" / "checkpoint.safetensors"
+            checkpoint = tmp_path / "run" / folder / "checkpoint.safetensors"
             if event.num_draws == 5:
                 shutil.copy(checkpoint, older)
             if event.num_draws == 6:
@@ -93,7 +94,7 @@ def test_draws_that_are_ahead_of_their_checkpoint_are_made_again(scenario: str, 
     options = killing.SCENARIOS[scenario]()
     with pytest.raises(KeyboardInterrupt):
         adammcmc.sample(loss=F.cross_entropy, path=tmp_path / "run", callbacks=[KeepOld()], progress=False, **options)
-    assert len(FolderStore(tmp_path / "run").index) == 6
+    assert len(FolderStore(tmp_path / "run").index) == 6 * at_once
     killing.run(scenario, str(tmp_path / "run"))
     killing.run(scenario, str(tmp_path / "whole"))
     assert killing.same(killing.content(tmp_path / "run"), killing.content(tmp_path / "whole"))

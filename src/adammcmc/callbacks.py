@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from adammcmc.sampler import Sampler
+from adammcmc.stacked import StackedChain
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -26,7 +27,8 @@ class Event:
     num_draws: int
     """Draws of this chain so far."""
     is_burning_in: bool
-    sampler: Sampler
+    sampler: Sampler | StackedChain
+    """The chain's; of a stack of chains, what it would have of this one."""
     model: nn.Module
     """At the chain's present weights; must be left as it is."""
 
@@ -36,6 +38,9 @@ class Callback:
 
     What a callback raises stops the run, as Ctrl-C does: the store keeps what there was, and `resume=True` goes on. It must not
     draw from torch's global random numbers, or a resumed run would not be bit for bit the same.
+
+    Where chains run as one stack it is called for one chain after the other, and the chain's weights are put into the model
+    before: a callback that overrides `on_step` costs a copy of all weights at each step there.
     """
 
     def on_start(self, event: Event) -> None:
@@ -67,34 +72,32 @@ class TensorBoard(Callback):
         except ImportError as error:
             raise ImportError("TensorBoard scalars need the package tensorboard. Run: pip install tensorboard") from error
         self._folder, self._every = Path(folder), every
-        self._writer: SummaryWriter | None = None
+        self._writers: dict[int, SummaryWriter] = {}
 
     def on_start(self, event: Event) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # what was written after the checkpoint that the run goes on from comes again
-        self._writer = SummaryWriter(str(self._folder / f"chain-{event.chain}"), purge_step=event.step or None)
+        self._writers[event.chain] = SummaryWriter(str(self._folder / f"chain-{event.chain}"), purge_step=event.step or None)
 
     def on_step(self, event: Event) -> None:
         if event.step % self._every:
             return
         info = event.sampler.info
-        self._write(event.step, "loss", float(info.loss))
-        self._write(event.step, "acceptance_rate", float(info.acceptance_rate))
-        self._write(event.step, "potential", float(info.potential))
+        self._write(event, "loss", float(info.loss))
+        self._write(event, "acceptance_rate", float(info.acceptance_rate))
+        self._write(event, "potential", float(info.potential))
         for i, group in enumerate(event.sampler.param_groups):
             for key in ("lr", "sigma", "sigma_along"):
                 if isinstance(group.get(key), int | float):
-                    self._write(event.step, f"settings/{key}" + (f"/group {i}" if i else ""), float(group[key]))
+                    self._write(event, f"settings/{key}" + (f"/group {i}" if i else ""), float(group[key]))
 
     def on_draw(self, event: Event, record: dict[str, Any]) -> None:
-        self._write(event.step, "draws", event.num_draws)
+        self._write(event, "draws", event.num_draws)
 
     def on_end(self, event: Event) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if (writer := self._writers.pop(event.chain, None)) is not None:
+            writer.close()
 
-    def _write(self, step: int, name: str, value: float) -> None:
-        assert self._writer is not None
-        self._writer.add_scalar(name, value, step)
+    def _write(self, event: Event, name: str, value: float) -> None:
+        self._writers[event.chain].add_scalar(name, value, event.step)

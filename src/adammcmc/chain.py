@@ -11,10 +11,12 @@ from torch import Tensor
 
 from adammcmc.errors import NonFiniteLoss, StochasticClosure
 from adammcmc.kernel import ChainState, Info, Kernel
+from adammcmc.kernels.arguments import placed
 from adammcmc.leaves import Leaves, flatten, unflatten
 from adammcmc.progress import track
+from adammcmc.randomness import Randomness
 from adammcmc.target import Density
-from adammcmc.tuning import Adaptation, BurnIn, changed, check_tunable
+from adammcmc.tuning import Adaptation, BurnIn, changed, check_common, check_tunable
 
 __all__ = ["sample_density", "warm_up"]
 
@@ -28,7 +30,7 @@ def sample_density(
     burn_in: int = 0,
     gap: int = 1,
     tune: BurnIn | None = None,
-    seed: int | torch.Generator = 0,
+    seed: int | Randomness = 0,
     progress: bool = True,
 ) -> tuple[Any, Info]:
     """Draw from any differentiable density, with as many chains as `initial` has rows, in one batched evaluation a step.
@@ -37,12 +39,13 @@ def sample_density(
         log_density: maps (chains, dim), or a pytree of tensors (chains, ...), to (chains,); -inf outside the support. It need
             not be normalised. Chains must not influence each other.
         initial: starting points, on the device where the chains shall run.
-        kernel: from `adammcmc.kernels`.
+        kernel: from `adammcmc.kernels`. Where a setting is a tensor (chains,), each chain has its own: a scan is one run.
         num_steps: transitions in all, burn-in included.
         burn_in: transitions before the first draw is kept.
         gap: one draw is kept every `gap` transitions. A rejected proposal repeats the current point, and counts.
         tune: adapt the kernel's scale (and preconditioner) in burn-in, pooled over the chains, then freeze it.
-        seed: fixes every random number; the same seed on the same device gives the same draws. A generator is used as it is.
+        seed: fixes every random number; the same seed on the same device gives the same draws. A generator is used as it is,
+            and so are `randomness.Generators`, one for each chain.
         progress: show a bar if standard error is a terminal (needs `rich`).
 
     Returns:
@@ -64,7 +67,7 @@ def sample_density(
             f"`tune` would still change the kernel while draws are kept: burn_in is {burn_in}, num_steps of the BurnIn "
             f"{tune.num_steps}. What is drawn while adapting has no invariant distribution; make burn_in longer."
         )
-    potential, state, generator, structure = _begin(log_density, initial, kernel, seed)
+    kernel, potential, state, generator, structure = _begin(log_density, initial, kernel, seed)
     leaves = flatten(state.params)[0]
     adaptation = None if tune is None else _adaptation(kernel, replace(tune, num_steps=tune.num_steps or burn_in), leaves)
     num_draws = (num_steps - burn_in) // gap
@@ -114,7 +117,7 @@ def warm_up(
     kernel: Kernel,
     *,
     tune: BurnIn | None = None,
-    seed: int | torch.Generator = 0,
+    seed: int | Randomness = 0,
     progress: bool = True,
 ) -> tuple[Kernel, Any]:
     """Adapt a kernel to a density, pooled over the chains: the kernel with its settings frozen, and where the chains are.
@@ -136,7 +139,7 @@ def warm_up(
         True
     """
     tune = tune or BurnIn()
-    potential, state, generator, _ = _begin(log_density, initial, kernel, seed)
+    kernel, potential, state, generator, _ = _begin(log_density, initial, kernel, seed)
     adaptation = _adaptation(kernel, tune, flatten(state.params)[0])
     for _ in track(range(tune.num_steps or tune.max_steps), "adapting", show=progress):
         state, info = kernel.step(state, potential, generator)
@@ -149,18 +152,19 @@ def warm_up(
 
 
 def _begin(
-    log_density: Callable[[Any], Tensor], initial: Any, kernel: Kernel, seed: int | torch.Generator
-) -> tuple[Density, ChainState, torch.Generator, Any]:
+    log_density: Callable[[Any], Tensor], initial: Any, kernel: Kernel, seed: int | Randomness
+) -> tuple[Kernel, Density, ChainState, Randomness, Any]:
     leaves, structure = flatten(initial)
     if not leaves:
         raise ValueError("`initial` holds no tensor.")
     generator = seed
-    if not isinstance(generator, torch.Generator):
+    if not isinstance(generator, Randomness):
         generator = torch.Generator(leaves[0].device).manual_seed(int(generator))
+    kernel = placed(kernel, leaves[0].device)
     potential = Density(log_density, like=initial)
     state = kernel.init(unflatten(tuple(x.detach().clone() for x in leaves), structure), potential)
     _check_deterministic(potential, state)
-    return potential, state, generator, structure
+    return kernel, potential, state, generator, structure
 
 
 def _adapted(kernel: Any, adaptation: Adaptation, potential: Density, state: ChainState, info: Info) -> Any:
@@ -177,6 +181,7 @@ def _adaptation(kernel: Any, tune: BurnIn, leaves: Leaves) -> Adaptation:
     if not hasattr(kernel, "scaled"):
         raise TypeError(f"{type(kernel).__name__} has nothing to tune.")
     check_tunable(kernel.acceptance)
+    check_common(kernel, tune)
     return Adaptation(
         tune,
         target=kernel.target_acceptance,

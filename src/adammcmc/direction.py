@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from adammcmc.leaves import Leaves, PerLeaf, select, spread, widen
+from adammcmc.leaves import Leaves, PerLeaf, Settings, by_chain, select, spread, spread_settings, widen
 
 __all__ = ["Adam", "AdamMemory", "Direction", "Gradient", "OptimizerStep"]
 
@@ -48,7 +48,7 @@ class Adam:
     u = lr * m1 / (1 - beta1^k) / (sqrt(m2 / (1 - beta2^k)) + eps)
     """
 
-    lr: PerLeaf[float]
+    lr: Settings
     betas: PerLeaf[tuple[float, float]] = (0.99, 0.99)
     eps: PerLeaf[float] = 1e-8
 
@@ -58,7 +58,7 @@ class Adam:
 
     def __call__(self, grad: Leaves, memory: AdamMemory, params: Leaves) -> tuple[Leaves, AdamMemory]:
         n = len(params)
-        options = zip(spread(self.lr, n), spread(self.betas, n), spread(self.eps, n), strict=True)
+        options = zip(spread_settings(self.lr, n), spread(self.betas, n), spread(self.eps, n), strict=True)
         updates, exp_avgs, exp_avg_sqs = [], [], []
         step = tuple(k + 1 for k in memory.step)
         for g, m1, m2, k, (lr, (beta1, beta2), eps) in zip(grad, memory.exp_avg, memory.exp_avg_sq, step, options, strict=True):
@@ -66,7 +66,8 @@ class Adam:
             exp_avg_sq = (m2 * beta2).addcmul_(g, g, value=1 - beta2)
             root = (1 - beta2**k) ** 0.5  # of the bias correction, moved out of the fraction to save a pass
             denominator = widen(exp_avg_sq).sqrt().add_(eps * root)
-            updates.append(torch.div(widen(exp_avg), denominator, out=denominator).mul_(lr * root / (1 - beta1**k)))
+            rate = by_chain(lr * root / (1 - beta1**k), denominator)
+            updates.append(torch.div(widen(exp_avg), denominator, out=denominator).mul_(rate))
             exp_avgs.append(exp_avg)
             exp_avg_sqs.append(exp_avg_sq)
         return tuple(updates), AdamMemory(tuple(exp_avgs), tuple(exp_avg_sqs), step)
@@ -83,14 +84,15 @@ class Adam:
 class Gradient:
     """u = lr * A * g, with a fixed diagonal preconditioner A (identity by default): the drift of MALA, or plain SGD."""
 
-    lr: PerLeaf[float]
+    lr: Settings
     preconditioner: Leaves | None = None
 
     def init(self, params: Leaves) -> None:
         return None
 
     def __call__(self, grad: Leaves, memory: None, params: Leaves) -> tuple[Leaves, None]:
-        steps = tuple(widen(g) * lr for g, lr in zip(grad, spread(self.lr, len(params)), strict=True))
+        wide = (widen(g) for g in grad)
+        steps = tuple(g * by_chain(lr, g) for g, lr in zip(wide, spread_settings(self.lr, len(params)), strict=True))
         if self.preconditioner is not None:
             steps = tuple(u * a for u, a in zip(steps, self.preconditioner, strict=True))
         return steps, None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from adammcmc.acceptance import FullData
@@ -23,15 +23,41 @@ __all__ = [
     "as_factory",
     "build",
     "build_scheduler",
+    "chain_factory",
     "describe_prior",
     "finds_settings",
     "given_options",
     "innermost",
+    "scanned",
     "settings_of",
+    "told",
 ]
 
 Factory = Callable[..., Sampler]
 """parameters, options -> sampler"""
+_SCANNED = ("lr", "sigma", "sigma_along", "step_size", "inverse_temperature")
+
+
+def scanned(factory: Any, num_chains: int) -> dict[str, list[float]]:
+    """The options that have one value for each chain, as numbers."""
+    values: dict[str, list[float]] = {}
+    for name, value in given_options(factory).items():
+        if name not in _SCANNED or not isinstance(value, Tensor) or value.dim() == 0:
+            continue
+        if value.dim() > 1:
+            raise ValueError(
+                f"`{name}` must be a number, or a tensor with one for each chain, (chains,), got shape {tuple(value.shape)}."
+            )
+        if len(value) != num_chains:
+            raise ValueError(f"`{name}` has {len(value)} values, and `num_chains` is {num_chains}: give one for each chain.")
+        # 0.02 in float32 is 0.02 to whoever wrote it, not 0.0199999996
+        values[name] = [float(str(v)) for v in value.detach().cpu().numpy()]
+    return values
+
+
+def chain_factory(factory: Factory, scan: dict[str, list[float]], chain: int) -> Factory:
+    """The factory of one chain of a scan."""
+    return functools.partial(factory, **{name: values[chain] for name, values in scan.items()}) if scan else factory
 
 
 def as_factory(sampler: Any, prior: Prior | None, model: nn.Module, whole: bool) -> Factory:
@@ -72,6 +98,18 @@ def build_scheduler(make: Callable[[Sampler], LRScheduler], sampler: Sampler) ->
             f"{type(scheduler).__name__}."
         )
     return scheduler
+
+
+def told(sampler: Sampler, factory: Factory, scan: dict[str, list[float]], chain: int) -> dict[str, float]:
+    """What this chain goes by, of a run whose first chain has this sampler: numbers, by the names of the options."""
+    group = sampler.param_groups[0]
+    has_size = "step_size" in inspect.signature(innermost(factory)).parameters
+    settings = {("step_size" if has_size and key == "lr" else key): group.get(key) for key in ("lr", "sigma", "sigma_along")}
+    if finds_settings(factory):
+        settings.pop("step_size", None)  # nobody told it
+    settings["inverse_temperature"] = sampler.target.inverse_temperature
+    settings |= {name: values[chain] for name, values in scan.items()}
+    return {key: float(value) for key, value in settings.items() if isinstance(value, int | float)}
 
 
 def settings_of(sampler: Sampler) -> dict[str, Any]:

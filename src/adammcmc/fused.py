@@ -22,6 +22,7 @@ from adammcmc.kernel import ChainState, Info
 from adammcmc.kernels import AdamMCMCKernel
 from adammcmc.leaves import Leaves, blocks, spread
 from adammcmc.proposal import Move, draw_along
+from adammcmc.randomness import Randomness
 from adammcmc.target import Evaluation, Potential
 
 __all__ = ["InPlaceAdamMCMC", "Workspace"]
@@ -99,15 +100,15 @@ class InPlaceAdamMCMC(AdamMCMCKernel):
 
     workspace: Workspace | None = None
 
-    def step(self, state: ChainState, potential: Potential, generator: torch.Generator) -> tuple[ChainState, Info]:
-        if self.workspace is None:
+    def step(self, state: ChainState, potential: Potential, generator: Randomness) -> tuple[ChainState, Info]:
+        if self.workspace is None or not isinstance(generator, torch.Generator):
             return super().step(state, potential, generator)
         with self.workspace.draw_ahead(generator):
             return super().step(state, potential, generator)
 
-    def propose(self, params: Leaves, here: Evaluation, memory: Any, generator: torch.Generator) -> tuple[Move, Any]:
+    def propose(self, params: Leaves, here: Evaluation, memory: Any, generator: Randomness) -> tuple[Move, Any]:
         adam, work, grad = self.direction, self.workspace, here.grad
-        if work is None or not work.is_usable or not isinstance(adam, Adam):
+        if work is None or not work.is_usable or not isinstance(adam, Adam) or not isinstance(generator, torch.Generator):
             return super().propose(params, here, memory, generator)
         assert grad is not None
         along, noise = work.noise(generator)

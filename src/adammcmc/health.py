@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from adammcmc.kernel import Info
+from adammcmc.leaves import Setting
 
-__all__ = ["Finding", "Health", "Monitor", "beta_eff", "read_health"]
+__all__ = ["Finding", "Health", "Monitor", "beta_eff", "read_health", "split_sums"]
 
 _BLOCK = 16  # steps that are summed at once
 _BATCHES = 64
@@ -63,6 +64,15 @@ def read_health(state: dict[str, Any], sums: dict[str, Any] | None) -> Health:
     if sums is not None:
         monitor.load_state_dict(sums)
     return monitor.read(**state["context"])
+
+
+def split_sums(state: dict[str, Any], sums: dict[str, Any] | None, num_chains: int) -> list[dict[str, Any] | None]:
+    """The sums of each chain, as `read_health` takes them, from those of a monitor that keeps so many apart."""
+    if sums is None:
+        return [None] * num_chains
+    monitor = Monitor(torch.device("cpu"), state["layers"], state["sizes"], num_chains)
+    monitor.load_state_dict(sums)
+    return [one.state_dict() for one in monitor.chains()]
 
 
 class Finding(NamedTuple):
@@ -130,8 +140,8 @@ class Health:
 class _BatchSums:
     """Sums of several series in at most 64 stretches of equal length, on the device; lengths are known to the host."""
 
-    def __init__(self, num_series: int, device: torch.device) -> None:
-        self.sums = torch.zeros(_BATCHES, num_series, dtype=torch.float64, device=device)
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.sums = torch.zeros(_BATCHES, *shape, dtype=torch.float64, device=device)
         self.per_batch = 1
         """Blocks in one batch."""
         self.num_blocks = 0
@@ -151,8 +161,8 @@ class _BatchSums:
         return self.sums[: self.num_blocks // self.per_batch].cpu() / (self.per_batch * _BLOCK)
 
 
-def _series(infos: Info, scale: float) -> Tensor:
-    """(steps, series) from fields of shape (steps, chains); means over the chains."""
+def _series(infos: Info, scale: Setting, *, by_chain: bool = False) -> Tensor:
+    """(steps, series) from fields of shape (steps, chains), means over the chains; or (steps, chains, series)."""
     change = scale * (infos.proposed_loss - infos.loss)
     known = infos.log_ratio.isnan().logical_not().double()
     columns = {
@@ -168,7 +178,7 @@ def _series(infos: Info, scale: float) -> Tensor:
         "noise_known": infos.log_ratio_noise.isnan().logical_not().double(),
         "finite": infos.is_finite,
     }
-    return torch.stack([columns[name].mean(1) for name in _SERIES], 1)
+    return torch.stack([columns[name] if by_chain else columns[name].mean(1) for name in _SERIES], -1)
 
 
 class Monitor:
@@ -178,18 +188,26 @@ class Monitor:
         device: of the chains.
         layers: names of the layers whose temperature is taken.
         sizes: the number of weights in each.
+        num_chains: keep the sums of each of so many chains apart (`chains` has them); None: means over the chains.
     """
 
-    def __init__(self, device: torch.device, layers: Sequence[str] = (), sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        layers: Sequence[str] = (),
+        sizes: Sequence[int] = (),
+        num_chains: int | None = None,
+    ) -> None:
         self.device = device
         self.layers, self.sizes = list(layers), list(sizes)
         self.num_steps = 0
-        self._steps = _BatchSums(len(_SERIES), device)
-        self._products = _BatchSums(len(self.layers), device)
-        self._pending: list[Tensor | tuple[Info, float] | tuple[Tensor, int, float]] = []
+        self._chains = () if num_chains is None else (num_chains,)
+        self._steps = _BatchSums((*self._chains, len(_SERIES)), device)
+        self._products = _BatchSums((*self._chains, len(self.layers)), device)
+        self._pending: list[Tensor | tuple[Info, Setting] | tuple[Tensor, int, float]] = []
         self._pending_products: list[Tensor] = []
 
-    def add(self, info: Info, scale: float) -> None:
+    def add(self, info: Info, scale: Setting) -> None:
         """One more step, of a target with U = scale * mean loss - log prior."""
         self.num_steps += 1
         self._pending.append((info, scale))
@@ -206,14 +224,14 @@ class Monitor:
             self._pending = []
 
     def add_products(self, products: Tensor) -> None:
-        """theta . grad U of each layer, at one point of the chain."""
+        """theta . grad U of each layer, at one point of the chain: (layers,), or (chains, layers)."""
         self._pending_products.append(products.double())
         if len(self._pending_products) == _BLOCK:
             self._products.add(torch.stack(self._pending_products).sum(0))
             self._pending_products = []
 
     def _rows(self) -> Tensor:
-        """(pending steps, series); means over the chains."""
+        """(pending steps, series), means over the chains; or (pending steps, chains, series)."""
         done = [row for row in self._pending if isinstance(row, Tensor)]
         fresh = [row for row in self._pending if isinstance(row, tuple) and len(row) == 2]
         in_rings = [row for row in self._pending if isinstance(row, tuple) and len(row) == 3]
@@ -221,7 +239,7 @@ class Monitor:
         if fresh:
             columns = zip(*(info for info, _ in fresh), strict=True)
             infos = Info(*(torch.stack([x.double() for x in column]) for column in columns))
-            parts.append(_series(infos, fresh[0][1]))
+            parts.append(_series(infos, fresh[0][1], by_chain=bool(self._chains)))
         if in_rings:
             rows = torch.stack([ring[row] for ring, row, _ in in_rings])
             parts.append(_series(Info(*rows.T.unsqueeze(2).unbind()), in_rings[0][2]))
@@ -229,10 +247,29 @@ class Monitor:
 
     def totals(self) -> dict[str, float]:
         """The sum of each series over all steps, and `num_steps`."""
+        return self._named(self._sums().tolist())
+
+    def totals_by_chain(self) -> list[dict[str, float]]:
+        """The same for each chain, where they are kept apart."""
+        return [self._named(sums) for sums in self._sums().tolist()]
+
+    def _sums(self) -> Tensor:
         sums = self._steps.sums.sum(0)
-        if self._pending:
-            sums = sums + self._rows().sum(0)
-        return {"num_steps": self.num_steps, **dict(zip(_SERIES, sums.tolist(), strict=True))}
+        return sums + self._rows().sum(0) if self._pending else sums
+
+    def _named(self, sums: Sequence[float]) -> dict[str, float]:
+        return {"num_steps": self.num_steps, **dict(zip(_SERIES, sums, strict=True))}
+
+    def chains(self) -> list[Monitor]:
+        """A monitor for each chain, where they are kept apart."""
+        state = self.state_dict()
+        monitors = []
+        for c in range(*self._chains):
+            monitors.append(Monitor(self.device, self.layers, self.sizes))
+            one = {key: None if state[key] is None else state[key][:, c] for key in ("pending", "pending_products")}
+            sums = {key: (state[key][0][:, c], *state[key][1:]) for key in ("steps", "products")}
+            monitors[-1].load_state_dict({"num_steps": self.num_steps, **sums, **one})
+        return monitors
 
     def state_dict(self) -> dict[str, Any]:
         """All sums, as numbers and tensors."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from adammcmc.acceptance import Comparison, Test
 from adammcmc.leaves import Leaves, flatten, is_finite, select, unflatten
 from adammcmc.proposal import Move
+from adammcmc.randomness import Randomness
 from adammcmc.target import Evaluation, Potential
 
 __all__ = ["ChainState", "Info", "Kernel"]
@@ -74,7 +75,7 @@ class Kernel(Protocol):
         """The state of chains that start at `params`."""
         ...
 
-    def step(self, state: ChainState, potential: Potential, generator: torch.Generator) -> tuple[ChainState, Info]:
+    def step(self, state: ChainState, potential: Potential, generator: Randomness) -> tuple[ChainState, Info]:
         """One transition of every chain."""
         ...
 
@@ -119,7 +120,7 @@ def start(params: Any, potential: Potential, remember: Callable[[Leaves], Any] =
 def settle(
     state: ChainState,
     potential: Potential,
-    generator: torch.Generator,
+    generator: Randomness,
     *,
     acceptance: Test,
     here: Evaluation,

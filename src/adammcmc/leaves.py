@@ -14,10 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from adammcmc.randomness import Randomness, normal
+
 __all__ = [
     "Leaves",
     "PerLeaf",
+    "Setting",
+    "Settings",
     "blocks",
+    "by_chain",
     "flatten",
     "inner",
     "is_finite",
@@ -25,6 +30,7 @@ __all__ = [
     "same",
     "select",
     "spread",
+    "spread_settings",
     "standard_normal",
     "unflatten",
     "widen",
@@ -36,6 +42,10 @@ _BLOCK = 1 << 19
 _T = TypeVar("_T")
 PerLeaf: TypeAlias = _T | list[_T]
 """One value for all leaves, or a list with one value for each leaf."""
+Setting: TypeAlias = float | Tensor
+"""A number for all chains, or a tensor with one for each: (chains,), float64."""
+Settings: TypeAlias = Setting | list[float] | list[Setting]
+"""A setting for all leaves, or a list with one for each leaf."""
 
 
 def flatten(tree: Any) -> tuple[Leaves, Any]:
@@ -68,9 +78,19 @@ def spread(value: PerLeaf[_T], num_leaves: int) -> list[_T]:
     return value
 
 
+def spread_settings(value: Settings, num_leaves: int) -> list[Setting]:
+    """The setting of each leaf, as `spread` has it."""
+    return spread(list(value) if isinstance(value, list) else value, num_leaves)
+
+
 def per_chain(value: Tensor, leaf: Tensor) -> Tensor:
     """`value`, of shape (chains,), shaped to multiply or mask a leaf of shape (chains, ...)."""
     return value.reshape(-1, *([1] * (leaf.dim() - 1)))
+
+
+def by_chain(value: Setting, leaf: Tensor) -> Setting:
+    """A setting that can multiply a leaf: a number as it is, one for each chain in the leaf's dtype and number of axes."""
+    return per_chain(value, leaf).to(leaf.dtype) if isinstance(value, Tensor) and value.dim() == 1 else value
 
 
 def blocks(length: int) -> list[slice]:
@@ -117,9 +137,9 @@ def select(mask: Tensor, yes: Leaves, no: Leaves) -> Leaves:
     return tuple(torch.where(per_chain(mask, y), y, n) for y, n in zip(yes, no, strict=True))
 
 
-def standard_normal(like: Sequence[Tensor], generator: torch.Generator) -> Leaves:
+def standard_normal(like: Sequence[Tensor], generator: Randomness) -> Leaves:
     """Independent N(0, 1) numbers in the shapes of `like`, drawn leaf by leaf."""
-    return tuple(torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator) for x in like)
+    return tuple(normal(x.shape, x.dtype, x.device, generator) for x in like)
 
 
 def widen(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adammcmc.data import Batch, as_data
 from adammcmc.errors import StoreMismatch
-from adammcmc.health import Health, read_health
+from adammcmc.health import Health, read_health, split_sums
 from adammcmc.likelihood import Likelihood, as_likelihood
 from adammcmc.moments import Moments
 from adammcmc.predictive import Forward, Prediction, predict
@@ -115,10 +115,23 @@ class Posterior:
             for draw in self:
                 moments.add(draw)
             return moments
-        for chain in self._chains:
-            if (saved := self.store.saved(chain)) is not None and saved["moments"] is not None:
+        for saved in self._saved():
+            if saved["moments"] is not None:
                 moments.merge(Moments(saved["moments"]))
         return moments
+
+    def _saved(self) -> list[dict[str, Any]]:
+        """What the checkpoints of the chains hold of moments and health; chains that ran as one stack have one for all."""
+        if (whole := self.store.saved(None)) is not None:
+            sums = split_sums(whole["health"], whole["sampler"]["health"], whole["sampler"]["num_chains"])
+            moments = whole["moments"] or [None] * len(sums)
+            return [{"health": whole["health"], "sums": sums[c], "moments": moments[c]} for c in self._chains]
+        states = [self.store.saved(chain) for chain in self._chains]
+        return [
+            {"health": state["health"], "sums": state["sampler"]["adammcmc"]["health"], "moments": state["moments"]}
+            for state in states
+            if state is not None
+        ]
 
     # --- what was sampled, and how it went ----------------------------------------------------------------------
 
@@ -129,8 +142,19 @@ class Posterior:
 
     def health(self) -> list[Health]:
         """What each chain says about itself since its burn-in ended."""
-        states = [self.store.saved(chain) for chain in self._chains]
-        return [read_health(state["health"], state["sampler"]["adammcmc"]["health"]) for state in states if state is not None]
+        return [read_health(saved["health"], saved["sums"]) for saved in self._saved()]
+
+    def settings(self, chain: int) -> dict[str, float]:
+        """What one chain was told: lr (or step_size), sigma, sigma_along and inverse_temperature, as far as it has them.
+
+        In a scan, chains differ in them. (Burn-in may have changed them since; what is said here is what they started with.)
+        """
+        if chain not in self._chains:
+            raise ValueError(f"`chain` must be one of {', '.join(map(str, self._chains))}, got {chain}.")
+        chains = self.store.manifest.get("chains")
+        if chains is None:
+            raise ValueError("this run was made by an older version, that did not write down the settings of its chains.")
+        return dict(chains[chain])
 
     def __str__(self) -> str:
         made = sum(record["chain"] in self._chains for record in self.store.index)

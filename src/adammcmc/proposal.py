@@ -18,7 +18,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from adammcmc.leaves import Leaves, PerLeaf, inner, per_chain, spread, standard_normal, widen
+from adammcmc.leaves import Leaves, Setting, Settings, by_chain, inner, per_chain, spread_settings, standard_normal, widen
+from adammcmc.randomness import Randomness, normal
 
 __all__ = ["Elementwise", "Langevin", "Move", "Prolate"]
 
@@ -56,29 +57,31 @@ class Prolate:
     rate is 2 Phi(-kappa).
     """
 
-    sigma: PerLeaf[float]
-    sigma_along: float = 0.0
+    sigma: Settings
+    sigma_along: Setting = 0.0
 
-    def propose(self, params: Leaves, update: Leaves, generator: torch.Generator) -> Move:
-        sigmas = spread(self.sigma, len(params))
-        move = _propose(params, update, sigmas, self.sigma_along, generator)
-        return move._replace(step_to_noise=None if 0 in sigmas else self._squared_ratio(move.squares).sqrt())
+    def propose(self, params: Leaves, update: Leaves, generator: Randomness) -> Move:
+        sigmas = spread_settings(self.sigma, len(params))
+        move = _propose(params, update, _shaped(sigmas, update), self.sigma_along, generator)
+        is_known = not any(isinstance(s, float | int) and s == 0 for s in sigmas)
+        return move._replace(step_to_noise=None if not is_known else self._squared_ratio(move.squares).sqrt())
 
     def _squared_ratio(self, squares: Sequence[Tensor]) -> Tensor:
         """a"""
-        return _sum(square / s**2 for square, s in zip(squares, spread(self.sigma, len(squares)), strict=True))
+        return _sum(square / s**2 for square, s in zip(squares, spread_settings(self.sigma, len(squares)), strict=True))
 
     def log_q_ratio(self, move: Move) -> Tensor:
         if move.log_q_ratio is not None:
             return move.log_q_ratio
-        sigmas = spread(self.sigma, len(move.update))
+        sigmas = spread_settings(self.sigma, len(move.update))
         a = self._squared_ratio(move.squares)
         cross = _sum(inner(u, e) / s for u, e, s in zip(move.update, move.noise, sigmas, strict=True))
         return self.combine(a, cross, move.along)
 
     def combine(self, a: Number, cross: Number, along: Number) -> Number:
         """log_q_ratio from a, sum_g u_g.eps_g / sigma_g and z: tensors, or numbers of one chain."""
-        return (cross - (1 - self.sigma_along * along) * a) * (2 / (1 + self.sigma_along**2 * a))
+        # (numbers of one chain come with a number for sigma_along)
+        return (cross - (1 - self.sigma_along * along) * a) * (2 / (1 + self.sigma_along**2 * a))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -95,14 +98,14 @@ class Elementwise(Prolate):
     ratio is about -2 / sigma_along^2 whatever the loss does. For replication only.
     """
 
-    def propose(self, params: Leaves, update: Leaves, generator: torch.Generator) -> Move:
-        sigmas = spread(self.sigma, len(params))
-        moved = _propose(params, update, sigmas, 0.0, generator)
+    def propose(self, params: Leaves, update: Leaves, generator: Randomness) -> Move:
+        sigmas = spread_settings(self.sigma, len(params))
+        moved = _propose(params, update, _shaped(sigmas, update), 0.0, generator)
         zetas = standard_normal(update, generator)
-        shifts = [u * z * self.sigma_along for u, z in zip(update, zetas, strict=True)]
+        shifts = [u * z * by_chain(self.sigma_along, u) for u, z in zip(update, zetas, strict=True)]
         proposed = tuple((widen(p) + s).to(p.dtype) for p, s in zip(moved.proposed, shifts, strict=True))
         # as noise in units of sigma, so that the rank-one formula (with z = 0) sees the displacement that was made
-        noise = tuple(e + s / sigma for e, s, sigma in zip(moved.noise, shifts, sigmas, strict=True))
+        noise = tuple(e + s / by_chain(sigma, s) for e, s, sigma in zip(moved.noise, shifts, sigmas, strict=True))
         along = torch.zeros_like(moved.along)
         return Move(proposed, update, noise, along, moved.squares, step_to_noise=self._squared_ratio(moved.squares).sqrt())
 
@@ -121,21 +124,21 @@ class Langevin:
     The last line is the ratio of determinants, eq. (5): here it does not cancel. Five dot products suffice.
     """
 
-    sigma: PerLeaf[float]
-    sigma_along: float = 0.0
+    sigma: Settings
+    sigma_along: Setting = 0.0
     preconditioner: Leaves | None = None
 
-    def _deviations(self, num_leaves: int) -> Sequence[float | Tensor]:
-        sigmas = spread(self.sigma, num_leaves)
+    def _deviations(self, like: Leaves) -> Sequence[Setting]:
+        sigmas = _shaped(spread_settings(self.sigma, len(like)), like)
         if self.preconditioner is None:
             return sigmas
         return [s * a.sqrt() for s, a in zip(sigmas, self.preconditioner, strict=True)]
 
-    def propose(self, params: Leaves, update: Leaves, generator: torch.Generator) -> Move:
-        return _propose(params, update, self._deviations(len(params)), self.sigma_along, generator)
+    def propose(self, params: Leaves, update: Leaves, generator: Randomness) -> Move:
+        return _propose(params, update, self._deviations(update), self.sigma_along, generator)
 
     def log_q_ratio(self, move: Move, reverse: Leaves) -> Tensor:
-        deviations = self._deviations(len(reverse))
+        deviations = self._deviations(reverse)
         here = [u / s for u, s in zip(move.update, deviations, strict=True)]
         there = [u / s for u, s in zip(reverse, deviations, strict=True)]
         uu = _sum(inner(u, u) for u in here)
@@ -153,17 +156,17 @@ class Langevin:
         return isotropic + rank_one + determinant
 
 
-def draw_along(params: Leaves, generator: torch.Generator) -> Tensor:
+def draw_along(params: Leaves, generator: Randomness) -> Tensor:
     """z, (chains,), float64."""
-    return torch.randn(params[0].shape[0], dtype=torch.float64, device=params[0].device, generator=generator)
+    return normal(params[0].shape[:1], torch.float64, params[0].device, generator)
 
 
 def _propose(
     params: Leaves,
     update: Leaves,
-    deviations: Sequence[float | Tensor],
-    sigma_along: float,
-    generator: torch.Generator,
+    deviations: Sequence[Setting],
+    sigma_along: Setting,
+    generator: Randomness,
 ) -> Move:
     along = draw_along(params, generator)
     noise = standard_normal(update, generator)
@@ -175,6 +178,10 @@ def _propose(
         proposed.append(moved.addcmul_(u, per_chain(coefficient, u)).to(p.dtype))
     squares = tuple(inner(u, u) for u in update)
     return Move(tuple(proposed), update, noise, along, squares)
+
+
+def _shaped(sigmas: Sequence[Setting], like: Leaves) -> Sequence[Setting]:
+    return [by_chain(s, x) for s, x in zip(sigmas, like, strict=True)]
 
 
 def _sum(terms: Iterable[Tensor]) -> Tensor:

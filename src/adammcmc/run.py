@@ -3,17 +3,19 @@
 posterior = sample(model, (inputs, targets), F.cross_entropy, num_draws=200, path="runs/a")
 prediction = posterior.predict(test_inputs)
 
-A run is a list of chains. Each starts from a checkpoint (a new one from that of step 0), so that going on after a stop is what
-every run does.
+A run is a list of chains, one after the other, or all of them in one stack (`stacked.py`). Each starts from a checkpoint (a new
+one from that of step 0), so that going on after a stop is what every run does.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import platform
 import time
 import warnings
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,18 +40,23 @@ from adammcmc.factory import (
     as_factory,
     build,
     build_scheduler,
+    chain_factory,
     describe_prior,
     finds_settings,
     given_options,
     innermost,
+    scanned,
     settings_of,
+    told,
 )
 from adammcmc.likelihood import DataExamples, Likelihood, Loss, as_likelihood, likelihood_of
 from adammcmc.moments import Moments
 from adammcmc.posterior import Posterior, bare, check_model, describe_tensors
 from adammcmc.progress import Bar, show_bar
+from adammcmc.randomness import streams
 from adammcmc.sampler import Sampler
-from adammcmc.store import FolderStore, MemoryStore, Store, check_space, format_bytes
+from adammcmc.stacked import CannotStack, Setup, StackedSampler, setup_of
+from adammcmc.store import FolderStore, MemoryStore, Store, check_space, format_bytes, read_manifest
 from adammcmc.target import Prior
 from adammcmc.tuning import BurnIn
 
@@ -71,6 +78,7 @@ def sample(
     gap: int = 50,
     burn_in: int | BurnIn | None = None,
     num_chains: int = 1,
+    stacked: bool | None = None,
     seed: int = 0,
     path: str | Path | None = None,
     resume: bool = False,
@@ -97,7 +105,8 @@ def sample(
             Regression: `GaussianNLL(noise)`.
         sampler: makes the sampler from parameters, such as `partial(AdamMCMC, lr=1e-3, sigma=3e-4, sigma_along=2.0)`; num_data,
             generator, and whether the data are fixed are filled in. None is `Underdamped`, exact: on all data at once, or with
-            `FullData()` on batches.
+            `FullData()` on batches. lr, sigma, sigma_along, step_size and inverse_temperature may be tensors with one number
+            for each chain: a scan in one run (`posterior.settings(chain)` says which is which).
         batch_size: None is the DataLoader's; otherwise all data at once.
         prior: given to the sampler. None: a sampler that needs one and was given none gets `Gaussian.fan_in(model, 2.0)`.
         num_draws: of each chain.
@@ -105,7 +114,10 @@ def sample(
         burn_in: steps before the chain counts; the first draw comes `gap` steps later. A sampler that finds its settings itself
             does so in them. A `BurnIn` makes any sampler adapt. None: until the sampler's own adaptation ends; without one, a
             quarter of the steps that follow.
-        num_chains: one after the other.
+        num_chains: how many, each with its own random numbers.
+        stacked: True runs all chains at once, their weights stacked, the model under `torch.func.vmap`. They then share the
+            batches (not the noise), adapt to their mean acceptance, and stop and go on together. False: one after the other,
+            each with an order of the data of its own. None stacks on an accelerator, where it can be done.
         seed: fixes every random number: noise, order of the data, dropout.
         path: a folder for the draws; None keeps them in memory.
         resume: go on with the run in `path`, bit for bit, or start it if there is none. Everything must be as it was, but
@@ -134,6 +146,9 @@ def sample(
         warnings.warn(f"this run cannot be resumed if it is interrupted: {data.why_not_resumable}.", stacklevel=2)
     device = next(model.parameters()).device
     whole = data.batch_size == data.num_data
+    factory = as_factory(sampler, prior, model, whole)
+    if stacked is None and resume and path is not None and (path / "run.json").exists():
+        stacked = bool(read_manifest(path)["configuration"].get("stacked", False))  # as it began
     with _left_as_it_was(model, device):
         run = _Run(
             model=model,
@@ -142,7 +157,8 @@ def sample(
             batch=to_device(data.fetch(slice(None)), device) if whole else None,
             loss=Loss(loss),
             device=device,
-            factory=as_factory(sampler, prior, model, whole),
+            factory=factory,
+            scan=scanned(factory, num_chains),
             burn_in=burn_in,
             gap=gap,
             num_draws=num_draws,
@@ -159,21 +175,25 @@ def sample(
             run.loss.try_out(compiled, first)
         finally:
             data.restart(0)  # lets go of workers
-        chain = run.new_chain(0)
+        if stacked or (stacked is None and num_chains > 1 and _prefers_stacks(device)):
+            run.stack = _stack(run, first, is_asked=stacked is True)
+        chain = run.new_chain(0) if run.stack is None else run.stack
+        one = chain.sampler if isinstance(chain.sampler, Sampler) else chain.sampler.prototype
         manifest = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "target": chain.sampler.describe(),
-            "target_at_first": chain.sampler.describe(),
+            "target": run.describe(one),
+            "target_at_first": run.describe(one),
+            "chains": [told(one, factory, run.scan, c) for c in range(num_chains)],
             "keep": keep,
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
             "has_targets": not run.loss.takes_model(first),
             "num_parts": len(first) if isinstance(first, tuple | list) else 1,
             "likelihood": (likelihood_of(loss) if likelihood is None else as_likelihood(likelihood))._asdict(),
             "configuration": {
-                "sampler": type(chain.sampler).__name__,
+                "sampler": type(one).__name__,
                 "loss": run.loss.description,
-                "prior": describe_prior(chain.sampler.target.prior),
-                "scheduler": None if chain.scheduler is None else type(chain.scheduler).__name__,
+                "prior": describe_prior(one.target.prior),
+                "scheduler": type(chain.scheduler).__name__ if isinstance(chain, _Chain) and chain.scheduler else None,
                 "modes (train or eval)": zlib.crc32(bytes(module.training for module in model.modules())),
                 "num_draws": num_draws,
                 "gap": gap,
@@ -181,7 +201,9 @@ def sample(
                 "num_chains": num_chains,
                 "seed": seed,
                 "batch_size": data.batch_size,
-                "settings": settings_of(chain.sampler),
+                "settings": settings_of(one),
+                **({"stacked": True} if run.stack is not None else {}),
+                **({"scan": run.scan} if run.scan else {}),
             },
             "data": {"num_data": data.num_data, "fingerprint": data.fingerprint()},
             "why_not_resumable": data.why_not_resumable,
@@ -214,6 +236,8 @@ class _Run:
     loss: Loss
     device: torch.device
     factory: Factory
+    scan: dict[str, list[float]]
+    """Options of the sampler that have one value for each chain."""
     burn_in: int | BurnIn | None
     gap: int
     num_draws: int
@@ -224,22 +248,61 @@ class _Run:
     warm_start: torch.optim.Optimizer | Mapping[str, Any] | None
     scheduler: Callable[[Sampler], LRScheduler] | None
     callbacks: list[Callback]
+    stack: _Stack | None = None
+    """All chains at once; None where they run one after the other."""
+
+    def describe(self, sampler: Sampler) -> str:
+        """What is sampled; of a scan, what the first chain samples, and in what the others differ."""
+        others = f" | chain 0 of {self.num_chains}, which differ in {', '.join(self.scan)}" if self.scan else ""
+        return sampler.describe() + others
 
     def new_chain(self, chain: int) -> _Chain:
         """A chain at its first step, with its starting weights in the model."""
+        sampler = self._new_sampler(chain)
+        self._restart(chain)
+        return _Chain(self, chain, sampler)
+
+    def new_stack(self) -> _Stack:
+        """All chains at their first step."""
+        if self.scheduler is not None:
+            raise CannotStack("a `scheduler` sets the learning rate of one chain at a time")
+        setups: list[Setup] = []
+        prototype: Sampler | None = None
+        for chain in range(self.num_chains):
+            if prototype is not None and not self.scan and self.initial is None:
+                setups.append(setups[0])
+                continue
+            sampler = self._new_sampler(chain)
+            prototype = prototype or sampler
+            setups.append(setup_of(sampler, self.model, setups[0] if setups else None))
+        assert prototype is not None
+        examples = prototype._examples
+        if isinstance(examples, DataExamples):  # a compiled model is called as it is
+            examples = DataExamples(self.model, self.data, self.loss, self.device)
+        generator = streams([derive_seed(self.seed, chain, 0) for chain in range(self.num_chains)], self.device)
+        stack = StackedSampler(prototype, self.model, self.loss, setups, generator, examples)
+        stack.place(0)
+        self._restart(0)
+        return _Stack(self, stack)
+
+    def _restart(self, chain: int) -> None:
+        """Random numbers and the order of the data as at the first step."""
+        self.data.restart(derive_seed(self.seed, chain, 1))
+        torch.manual_seed(derive_seed(self.seed, chain, 2))
+
+    def _new_sampler(self, chain: int) -> Sampler:
         if self.initial is not None:
             self.model.load_state_dict(self.initial[chain])
+        factory = chain_factory(self.factory, self.scan, chain)
         generator = torch.Generator(self.device).manual_seed(derive_seed(self.seed, chain, 0))
         fill: dict[str, Any] = {"num_data": self.data.num_data, "generator": generator}
         if self.batch is not None:
             fill["fixed_data"] = True
-        elif isinstance(given_options(self.factory).get("acceptance"), FullData) or not isinstance(
-            innermost(self.factory), type
-        ):
+        elif isinstance(given_options(factory).get("acceptance"), FullData) or not isinstance(innermost(factory), type):
             fill["examples"] = DataExamples(self.called, self.data, self.loss, self.device)
-        if isinstance(self.burn_in, BurnIn) or (self.burn_in and finds_settings(self.factory)):
+        if isinstance(self.burn_in, BurnIn) or (self.burn_in and finds_settings(factory)):
             fill["burn_in"] = self.burn_in
-        sampler = build(self.factory, self.model, fill)
+        sampler = build(factory, self.model, fill)
         if sampler.target.num_data != self.data.num_data:
             raise ValueError(
                 f"the sampler has num_data={sampler.target.num_data}, the data hold {self.data.num_data}: leave it out."
@@ -255,14 +318,12 @@ class _Run:
             state = start.state_dict() if isinstance(start, torch.optim.Optimizer) else dict(start)
             state.pop("adammcmc", None)  # of a sampler only the moments: its random numbers and counts are not this chain's
             sampler.load_state_dict(state)
-        self.data.restart(derive_seed(self.seed, chain, 1))
-        torch.manual_seed(derive_seed(self.seed, chain, 2))
-        return _Chain(self, chain, sampler)
+        return sampler
 
     def go(self, store: Store, progress: bool) -> None:
-        """All chains to their last draw, one after the other."""
-        for number in range(self.num_chains):
-            chain = self.new_chain(number)
+        """All chains to their last draw, one after the other or all at once."""
+        for number in range(self.num_chains if self.stack is None else 1):
+            chain = self.new_chain(number) if self.stack is None else self.stack
             with show_bar(chain.name, show=progress) as bar:
                 try:
                     chain.go(store, bar)
@@ -270,7 +331,7 @@ class _Run:
                     self._add_what_is_left(error, chain, store)
                     raise
 
-    def _add_what_is_left(self, error: BaseException, chain: _Chain, store: Store) -> None:
+    def _add_what_is_left(self, error: BaseException, chain: _Loop, store: Store) -> None:
         """Nothing is lost: the exception says where it is, or has it."""
         with suppress(Exception):  # the error that is under way says more
             if isinstance(store, FolderStore):
@@ -278,23 +339,23 @@ class _Run:
                 how = "cannot go on" if self.data.why_not_resumable else "the same call with resume=True goes on"
                 error.add_note(f"'{store.path}' keeps {len(store.index)} draws; {how}.")
             else:
-                store.save(chain.chain, chain.state())
+                store.save(chain.key, chain.state())
                 error.add_note(f"the {len(store.index)} draws so far are in the exception's `result`.")
             error.result = Posterior(store, self.model)  # type: ignore[attr-defined]
 
 
-class _Chain:
-    """One chain: its sampler, and where it stands."""
+class _Loop(ABC):
+    """One chain, or a stack of them, and where it stands."""
 
-    def __init__(self, run: _Run, chain: int, sampler: Sampler) -> None:
-        self.run, self.chain, self.sampler = run, chain, sampler
-        self.name = f"chain {chain + 1}/{run.num_chains}" if run.num_chains > 1 else type(sampler).__name__
-        self.scheduler = None if run.scheduler is None else build_scheduler(run.scheduler, sampler)
+    sampler: Sampler | StackedSampler
+    key: int | None
+    """Under which it is saved: the number of its chain, None for a stack."""
+
+    def __init__(self, run: _Run, name: str) -> None:
+        self.run, self.name = run, name
         self.burned_in_at: int | None = None
         """The step at which burn-in ended; None while it lasts."""
         self.num_draws = 0
-        self.moments = None if run.keep == "draws" else Moments()
-        self._sums: dict[str, float] = {}
         self._burn_in = self._planned_burn_in()
 
     def _planned_burn_in(self) -> int | None:
@@ -306,18 +367,49 @@ class _Chain:
             return None
         return self.run.num_draws * self.run.gap // 4
 
-    # --- the loop -----------------------------------------------------------------------------------------------
+    @property
+    @abstractmethod
+    def chains(self) -> Sequence[int]:
+        """Their numbers."""
 
-    def _loss(self, batch: Any) -> Tensor:
-        return self.run.loss(self.run.called, batch)
+    @abstractmethod
+    def _step(self, batch: Any) -> None:
+        """One transition."""
+
+    @abstractmethod
+    def _draw(self, store: Store) -> None:
+        """Keep the present weights."""
+
+    @abstractmethod
+    def _tell(self, what: str, *arguments: Any) -> None:
+        """Call the callbacks."""
+
+    @abstractmethod
+    def _forget_burn_in(self) -> None:
+        """From here on the chain counts."""
+
+    @abstractmethod
+    def _describe(self) -> str:
+        """What is sampled."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """All that is needed to go on bit for bit."""
+
+    @abstractmethod
+    def load(self, state: dict[str, Any]) -> None:
+        """Go to where a checkpoint stood."""
+
+    # --- the loop -----------------------------------------------------------------------------------------------
 
     def go(self, store: Store, bar: Bar) -> None:
         """To the last draw."""
-        if (saved := store.saved(self.chain)) is None:
-            raise StoreMismatch(f"chain {self.chain} has no checkpoint.")
+        if (saved := store.saved(self.key)) is None:
+            raise StoreMismatch(f"{self.name} has no checkpoint.")
         self.load(saved)
         if isinstance(store, FolderStore):
-            store.rewind(self.chain, self.num_draws)
+            for chain in self.chains:
+                store.rewind(chain, self.num_draws)
         run, sampler, last_saved = self.run, self.sampler, time.monotonic()
         if self.num_draws >= run.num_draws:
             return
@@ -325,21 +417,18 @@ class _Chain:
             self.burned_in_at = sampler.num_steps  # there is no burn-in
         self._tell("on_start")
         while self.num_draws < run.num_draws:
-            batch = run.batch if run.batch is not None else to_device(next(run.data), run.device)
-            sampler.step(self._loss, batch)
-            if self.scheduler is not None:
-                self.scheduler.step()
+            self._step(run.batch if run.batch is not None else to_device(next(run.data), run.device))
             if sampler.num_steps == 1:
                 self._write_target(store)
             if self.burned_in_at is None and self._is_burned_in():
-                self.burned_in_at, self._sums = sampler.num_steps, {}
-                sampler.reset_health()
+                self.burned_in_at = sampler.num_steps
+                self._forget_burn_in()
             elif self.burned_in_at is not None and (sampler.num_steps - self.burned_in_at) % run.gap == 0:
                 self._draw(store)
                 last_saved = time.monotonic()
             elif time.monotonic() - last_saved > _CHECKPOINT_SECONDS and isinstance(store, FolderStore):
                 store.flush()
-                store.save(self.chain, self.state())
+                store.save(self.key, self.state())
                 last_saved = time.monotonic()
             if run.callbacks:
                 self._tell("on_step")
@@ -356,9 +445,67 @@ class _Chain:
         return None if start is None else start + self.run.num_draws * self.run.gap
 
     def _status(self) -> str:
-        info = self.sampler.info
-        phase = " burn-in" if self.burned_in_at is None else ""
-        return f"loss {float(info.loss):.3g} acceptance {float(self.sampler.mean_acceptance_rate):.2f}{phase}"
+        loss, rate = float(self.sampler.info.loss.mean()), float(self.sampler.mean_acceptance_rate.mean())
+        return f"loss {loss:.3g} acceptance {rate:.2f}{' burn-in' if self.burned_in_at is None else ''}"
+
+    def _write_target(self, store: Store) -> None:
+        """The line that says what is sampled, now that the layers are known."""
+        if self.key:
+            return  # the first chain has said it
+        store.manifest["target"] = self._describe()
+        if isinstance(store, FolderStore):
+            store.write_manifest()
+
+    # --- what both save -----------------------------------------------------------------------------------------
+
+    def _shared_state(self) -> dict[str, Any]:
+        """The order of the data, torch's global random numbers, and how far the run is."""
+        run = self.run
+        return {
+            "data": run.data.state_dict(),
+            "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state(run.device) if run.device.type == "cuda" else None,
+            "burn_in": self._burn_in,
+            "burned_in_at": self.burned_in_at,
+            "num_draws": self.num_draws,
+        }
+
+    def _load_shared(self, state: dict[str, Any]) -> None:
+        run = self.run
+        if state["data"]:
+            run.data.load_state_dict(state["data"])
+        torch.set_rng_state(state["random"])
+        if state["random_cuda"] is not None and run.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random_cuda"], run.device)
+        self._burn_in, self.burned_in_at, self.num_draws = state["burn_in"], state["burned_in_at"], state["num_draws"]
+
+
+class _Chain(_Loop):
+    """One chain: its sampler, and where it stands."""
+
+    sampler: Sampler
+
+    def __init__(self, run: _Run, chain: int, sampler: Sampler) -> None:
+        self.key = self.chain = chain
+        self.sampler = sampler
+        super().__init__(run, f"chain {chain + 1}/{run.num_chains}" if run.num_chains > 1 else type(sampler).__name__)
+        self.scheduler = None if run.scheduler is None else build_scheduler(run.scheduler, sampler)
+        self._loss = functools.partial(run.loss, run.called)  # one object, so that a captured step knows it again
+        self.moments = None if run.keep == "draws" else Moments()
+        self._sums: dict[str, float] = {}
+
+    @property
+    def chains(self) -> Sequence[int]:
+        return [self.chain]
+
+    def _step(self, batch: Any) -> None:
+        self.sampler.step(self._loss, batch)
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def _forget_burn_in(self) -> None:
+        self._sums = {}
+        self.sampler.reset_health()
 
     def _draw(self, store: Store) -> None:
         sampler = self.sampler
@@ -368,18 +515,16 @@ class _Chain:
         trainable = [p.detach() for group in sampler.param_groups for p in group["params"] if p.requires_grad]
         log_prior = 0.0 if prior is None else float(prior.log_density(trainable))
         sums = sampler.health_sums()
-        since = {key: value - self._sums.get(key, 0.0) for key, value in sums.items()}
-        record = {
-            "draw": self.num_draws,
-            "chain": self.chain,
-            "step": sampler.num_steps,
-            "loss": loss,
-            "potential": sampler.target.scale * loss - log_prior,
-            "acceptance_rate": since["rate"] / max(1.0, since["num_steps"]),
-            "num_accepted": round(since["accepted"]),
-            "is_accepted": bool(sampler.info.is_accepted),
-            "health": sums,
-        }
+        record = _record(
+            self.chain,
+            self.num_draws,
+            sampler.num_steps,
+            loss,
+            sampler.target.scale * loss - log_prior,
+            bool(sampler.info.is_accepted),
+            sums,
+            self._sums,
+        )
         tensors = {name: x for name, x in self.run.model.state_dict().items() if isinstance(x, Tensor)}
         if self.moments is not None:
             self.moments.add(tensors)
@@ -391,11 +536,8 @@ class _Chain:
             store.append(record, tensors)
         self._tell("on_draw", record)
 
-    def _write_target(self, store: Store) -> None:
-        """The line that says what is sampled, now that the layers are known."""
-        store.manifest["target"] = self.sampler.describe()
-        if isinstance(store, FolderStore) and self.chain == 0:
-            store.write_manifest()
+    def _describe(self) -> str:
+        return self.run.describe(self.sampler)
 
     def _tell(self, what: str, *arguments: Any) -> None:
         sampler = self.sampler
@@ -406,38 +548,147 @@ class _Chain:
     # --- the checkpoint -----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All that the chain needs to go on bit for bit."""
-        run, sampler = self.run, self.sampler
         return {
-            "model": {name: x.detach() for name, x in _tensors(run.model)},
-            "sampler": sampler.state_dict(),
+            "model": {name: x.detach() for name, x in _tensors(self.run.model)},
+            "sampler": self.sampler.state_dict(),
             "scheduler": None if self.scheduler is None else _plain_state(self.scheduler),
-            "data": run.data.state_dict(),
-            "random": torch.get_rng_state(),
-            "random_cuda": torch.cuda.get_rng_state(run.device) if run.device.type == "cuda" else None,
-            "burn_in": self._burn_in,
-            "burned_in_at": self.burned_in_at,
-            "num_draws": self.num_draws,
+            **self._shared_state(),
             "sums": self._sums,
             "moments": None if self.moments is None else self.moments.state_dict(),
-            "health": sampler.health_state(),
+            "health": self.sampler.health_state(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go to where a checkpoint stood."""
-        run = self.run
-        _put(run.model, state["model"])
+        _put(self.run.model, state["model"])
         self.sampler.load_state_dict(state["sampler"])
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        if state["data"]:
-            run.data.load_state_dict(state["data"])
-        torch.set_rng_state(state["random"])
-        if state["random_cuda"] is not None and run.device.type == "cuda":
-            torch.cuda.set_rng_state(state["random_cuda"], run.device)
-        self._burn_in, self.burned_in_at, self.num_draws = state["burn_in"], state["burned_in_at"], state["num_draws"]
+        self._load_shared(state)
         self._sums = dict(state["sums"])
         self.moments = None if state["moments"] is None else Moments(state["moments"])
+
+
+class _Stack(_Loop):
+    """All chains at once, and where they stand."""
+
+    sampler: StackedSampler
+
+    def __init__(self, run: _Run, sampler: StackedSampler) -> None:
+        self.key, self.sampler = None, sampler
+        super().__init__(run, f"{run.num_chains} chain{'s' * (run.num_chains > 1)} at once")
+        self.moments = None if run.keep == "draws" else [Moments() for _ in self.chains]
+        self._sums: list[dict[str, float]] = [{} for _ in self.chains]
+
+    @property
+    def chains(self) -> Sequence[int]:
+        return range(self.run.num_chains)
+
+    def _step(self, batch: Any) -> None:
+        self.sampler.step(batch)
+
+    def _forget_burn_in(self) -> None:
+        self._sums = [{} for _ in self.chains]
+        self.sampler.reset_health()
+
+    def _draw(self, store: Store) -> None:
+        stack = self.sampler
+        numbers = torch.stack([stack.present_loss().double(), stack.log_prior(), stack.info.is_accepted.double()], 1).tolist()
+        stack.check()  # the device has been waited for: a frozen chain is known by now
+        sums = stack.health_sums()
+        records = []
+        for chain, (loss, log_prior, is_accepted) in enumerate(numbers):
+            potential = stack.targets[chain].scale * loss - log_prior
+            records.append(
+                _record(
+                    chain, self.num_draws, stack.num_steps, loss, potential, bool(is_accepted), sums[chain], self._sums[chain]
+                )
+            )
+        tensors = stack.draws()
+        if self.moments is not None:
+            host = {name: x.cpu() for name, x in tensors.items()}
+            for chain, moments in enumerate(self.moments):
+                moments.add({name: x[chain] for name, x in host.items()})
+        self.num_draws += 1
+        self._sums = sums
+        is_saved = isinstance(store, FolderStore) or self.num_draws == self.run.num_draws
+        store.commit_all(records, tensors, self.state() if is_saved else None)
+        self._tell("on_draw", records)
+
+    def _describe(self) -> str:
+        return self.run.describe(self.sampler.prototype)
+
+    def _tell(self, what: str, *arguments: Any) -> None:
+        # putting weights into the model costs: not for those who do not look
+        callbacks = [c for c in self.run.callbacks if getattr(type(c), what) is not getattr(Callback, what)]
+        for chain in self.chains if callbacks else ():
+            self.sampler.place(chain)
+            own = [argument[chain] for argument in arguments]
+            view, is_burning_in = self.sampler.chain(chain), self.burned_in_at is None
+            event = Event(chain, self.sampler.num_steps, self.num_draws, is_burning_in, view, self.run.model)
+            for callback in callbacks:
+                getattr(callback, what)(event, *own)
+
+    # --- the checkpoint -----------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "sampler": self.sampler.state_dict(),
+            **self._shared_state(),
+            "sums": self._sums,
+            "moments": None if self.moments is None else [m.state_dict() for m in self.moments],
+            "health": self.sampler.prototype.health_state(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.sampler.load_state_dict(state["sampler"])
+        self._load_shared(state)
+        self._sums = [dict(sums) for sums in state["sums"]]
+        self.moments = None if state["moments"] is None else [Moments(m) for m in state["moments"]]
+
+
+def _record(
+    chain: int,
+    draw: int,
+    step: int,
+    loss: float,
+    potential: float,
+    is_accepted: bool,
+    sums: dict[str, float],
+    before: dict[str, float],
+) -> dict[str, Any]:
+    """A draw's line in the index; `sums` are those of the chain's health, now and at the draw before."""
+    since = {key: value - before.get(key, 0.0) for key, value in sums.items()}
+    return {
+        "draw": draw,
+        "chain": chain,
+        "step": step,
+        "loss": loss,
+        "potential": potential,
+        "acceptance_rate": since["rate"] / max(1.0, since["num_steps"]),
+        "num_accepted": round(since["accepted"]),
+        "is_accepted": is_accepted,
+        "health": sums,
+    }
+
+
+def _prefers_stacks(device: torch.device) -> bool:
+    """Whether many chains at once are much faster there: where a step is bound by launches, not by arithmetic."""
+    return device.type == "cuda"
+
+
+def _stack(run: _Run, first: Any, *, is_asked: bool) -> _Stack | None:
+    """All chains at once; where that cannot be done, a warning and None, or an error if it was asked for."""
+    try:
+        stack = run.new_stack()
+        stack.sampler.try_out(first)
+    except CannotStack as why:
+        if is_asked:
+            raise CannotStack(
+                f"the chains cannot be run at once: {why}. Pass stacked=False to run one after the other."
+            ) from why
+        warnings.warn(f"the chains run one after the other, since they cannot be run at once: {why}.", stacklevel=3)
+        return None
+    return stack
 
 
 # --- the store ------------------------------------------------------------------------------------------------------------
@@ -456,7 +707,9 @@ def _open_store(path: Path | None, manifest: dict[str, Any], run: _Run, resume: 
         _logger.info(f"writing about {format_bytes(size)} to '{path}'")
         store = FolderStore(path, manifest)
     try:
-        for chain in range(run.num_chains):
+        if run.stack is not None:
+            store.save(None, run.stack.state())
+        for chain in range(run.num_chains if run.stack is None else 0):
             store.save(chain, run.new_chain(chain).state())
         if isinstance(store, FolderStore):
             store.write_manifest()  # last: from here on the folder holds a run
@@ -484,6 +737,7 @@ def _check_same_run(before: dict[str, Any], now: dict[str, Any], run: _Run, fold
     if run.data.why_not_resumable is not None:
         raise StoreMismatch(f"{what} cannot go on: {run.data.why_not_resumable}.")
     pairs = {
+        **{key: (before["configuration"].get(key), now["configuration"].get(key)) for key in ("stacked", "scan")},
         **{key: (before["configuration"].get(key), value) for key, value in now["configuration"].items()},
         "keep": (before["keep"], now["keep"]),
         "dtype": (before["dtype"], now["dtype"]),

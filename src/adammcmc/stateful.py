@@ -15,9 +15,9 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from adammcmc.errors import PerExampleLossRequired, StochasticClosure
 __all__ = ["BatchNormPolicy", "ClosureReport", "GraphNumbers", "Layers", "check_closure"]
 
 BatchNormPolicy = Literal["batch", "frozen"]
+_T = TypeVar("_T")
 _FEW = 1 << 20  # numbers in buffers that are cheap to keep a copy of
 
 
@@ -223,6 +224,43 @@ class Layers:
         try:
             with self._modes():
                 yield
+        finally:
+            _set_random_state(later, self._device)
+
+    def look(self, evaluate: Callable[[], _T]) -> _T:
+        """Learn which layers there are from one evaluation, of which nothing stays: no buffer, no random number."""
+        before = _random_state(self._device)
+        self.begin()
+        try:
+            with self.evaluation():
+                return evaluate()
+        finally:
+            self.abort()
+            _set_random_state(before, self._device)
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether the loss uses torch's random numbers, as far as it was looked at."""
+        return self._seen is not None and self._seen.draws_numbers
+
+    def modes(self) -> AbstractContextManager[None]:
+        """The modes of an evaluation, without its buffers and random numbers: BatchNorm that is frozen runs as such inside."""
+        return self._modes()
+
+    @contextmanager
+    def same_numbers(self, numbers: list[Tensor]) -> Iterator[None]:
+        """The same random numbers in all evaluations that share this list, which is empty before the first."""
+        if not self.draws_numbers:
+            yield
+            return
+        if not numbers:
+            numbers.extend(_random_state(self._device))
+            yield
+            return
+        later = _random_state(self._device)
+        _set_random_state(numbers, self._device)
+        try:
+            yield
         finally:
             _set_random_state(later, self._device)
 

@@ -5,6 +5,7 @@
     chain-0/index.jsonl              one line a draw: draw, chain, step, loss, acceptance_rate, ..., file, bytes, crc32
     chain-0/draw-000000.safetensors  parameters and buffers of one draw, under the names of `model.state_dict()`
     chain-0/checkpoint.safetensors   all that the chain needs to go on; its metadata entry "state" is JSON
+    checkpoint.safetensors           of chains that run as one stack: all that they need, in place of a file for each
 
 A file appears under its name only when it is whole, and a draw exists when its line in the index is whole. The checkpoint is
 written last: a run that was killed goes on from it, and makes again, bit for bit, what came after.
@@ -81,16 +82,24 @@ class Store(ABC):
         """The weights of a draw, on the host."""
 
     @abstractmethod
-    def save(self, chain: int, state: dict[str, Any]) -> None:
-        """All that a chain needs to go on, in place of what was saved before."""
+    def save(self, chain: int | None, state: dict[str, Any]) -> None:
+        """All that a chain needs to go on, in place of what was saved before; None: that a stack of all chains needs."""
 
     def commit(self, record: Record, tensors: Tensors, state: dict[str, Any]) -> None:
         """A draw, and the state of its chain after it."""
         self.append(record, tensors)
         self.save(record["chain"], state)
 
+    def commit_all(self, records: list[Record], tensors: Tensors, state: dict[str, Any] | None) -> None:
+        """A draw of every chain of a stack, its tensors (chains, ...), and the state of the stack after it (None: not now)."""
+        host = {name: x.detach().cpu() for name, x in tensors.items()}
+        for row, record in enumerate(records):
+            self.append(record, {name: x[row] for name, x in host.items()})
+        if state is not None:
+            self.save(None, state)  # last: before it is there, none of these draws counts
+
     @abstractmethod
-    def saved(self, chain: int) -> dict[str, Any] | None:
+    def saved(self, chain: int | None) -> dict[str, Any] | None:
         """What was saved last; None before the first time."""
 
     def flush(self) -> None:  # noqa: B027  (memory has nothing to wait for)
@@ -106,7 +115,7 @@ class MemoryStore(Store):
     def __init__(self, manifest: dict[str, Any]) -> None:
         super().__init__(manifest)
         self._tensors: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self._saved: dict[int, dict[str, Any]] = {}
+        self._saved: dict[int | None, dict[str, Any]] = {}
 
     def append(self, record: Record, tensors: Tensors) -> None:
         chain, draw, keep = record["chain"], record["draw"], self.manifest["keep"]
@@ -119,10 +128,10 @@ class MemoryStore(Store):
     def load(self, record: Record) -> dict[str, Tensor]:
         return self._tensors[record["chain"], record["draw"]]
 
-    def save(self, chain: int, state: dict[str, Any]) -> None:
+    def save(self, chain: int | None, state: dict[str, Any]) -> None:
         self._saved[chain] = _pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
 
-    def saved(self, chain: int) -> dict[str, Any] | None:
+    def saved(self, chain: int | None) -> dict[str, Any] | None:
         return self._saved.get(chain)
 
 
@@ -206,6 +215,16 @@ class FolderStore(Store):
         self._writer = self._writer or ThreadPoolExecutor(max_workers=1, thread_name_prefix="adammcmc-store")
         self._pending = self._writer.submit(super().commit, record, copies, saved)
 
+    def commit_all(self, records: list[Record], tensors: Tensors, state: dict[str, Any] | None) -> None:
+        """As `commit`: from an accelerator it is copied at once and written while the chains go on."""
+        self.flush()
+        if self._is_on_host(tensors):
+            super().commit_all(records, tensors, state)
+            return
+        copies, saved = self._host((dict(tensors), state))
+        self._writer = self._writer or ThreadPoolExecutor(max_workers=1, thread_name_prefix="adammcmc-store")
+        self._pending = self._writer.submit(super().commit_all, records, copies, saved)
+
     @staticmethod
     def _is_on_host(tensors: Tensors) -> bool:
         return all(x.device.type == "cpu" for x in tensors.values())
@@ -228,15 +247,16 @@ class FolderStore(Store):
         except (OSError, SafetensorError) as error:
             raise StoreCorrupt(f"'{file}' cannot be read: {error}.") from error
 
-    def save(self, chain: int, state: dict[str, Any]) -> None:
-        folder = self._folder(chain)
+    def save(self, chain: int | None, state: dict[str, Any]) -> None:
+        folder = self.path if chain is None else self._folder(chain)
         text, tensors = encode(state)
         metadata = {"format": str(FORMAT), "state": text}
         self._write_whole(folder / _CHECKPOINT, safetensors_parts(tensors, metadata))
-        self._drop_old(chain)  # only now: the checkpoint before this one needed them
+        for one in self._index if chain is None else [chain]:
+            self._drop_old(one)  # only now: the checkpoint before this one needed them
 
-    def saved(self, chain: int) -> dict[str, Any] | None:
-        file = self.path / f"chain-{chain}" / _CHECKPOINT
+    def saved(self, chain: int | None) -> dict[str, Any] | None:
+        file = (self.path if chain is None else self.path / f"chain-{chain}") / _CHECKPOINT
         if not file.exists():
             return None
         try:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from adammcmc.leaves import Leaves, flatten, unflatten
+from adammcmc.leaves import Leaves, Setting, flatten, unflatten
 
 __all__ = [
     "Density",
@@ -48,9 +48,16 @@ class Evaluation(NamedTuple):
 class Potential(Protocol):
     """The target as a kernel sees it. `evaluate` is the only way by which a kernel learns anything."""
 
-    scale: float
-    """lambda * n: U = scale * V."""
-    inverse_temperature: float
+    @property
+    def scale(self) -> Setting:
+        """lambda * n: U = scale * V. A number, or one for each chain."""
+        ...
+
+    @property
+    def inverse_temperature(self) -> Setting:
+        """lambda: a number, or one for each chain."""
+        ...
+
     fixed: bool
     """Whether every evaluation uses the same data, so that a value found at one step is valid at the next."""
     is_bounded: bool
@@ -78,7 +85,7 @@ class Potential(Protocol):
         ...
 
 
-def potential_difference(scale: float, current: Evaluation, proposed: Evaluation) -> Tensor:
+def potential_difference(scale: Setting, current: Evaluation, proposed: Evaluation) -> Tensor:
     """scale * mean_i (l_i(tau) - l_i(theta)) - (log prior(tau) - log prior(theta)), (chains,), in float64.
 
     The losses are subtracted one by one before they are averaged and scaled: with n = 1e6 the difference of two scaled

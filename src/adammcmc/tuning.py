@@ -23,11 +23,13 @@ import torch
 from torch import Tensor
 
 from adammcmc.acceptance import Test
-from adammcmc.leaves import Leaves, inner, per_chain
+from adammcmc.kernels.arguments import chain_settings
+from adammcmc.leaves import Leaves, Setting, by_chain, inner, per_chain
 from adammcmc.proposal import Prolate
+from adammcmc.randomness import Randomness
 from adammcmc.target import Evaluation, Potential
 
-__all__ = ["Adaptation", "BurnIn", "Change", "changed", "check_tunable", "momentum_spread"]
+__all__ = ["Adaptation", "BurnIn", "Change", "changed", "check_common", "check_tunable", "momentum_spread"]
 
 _SMALLEST_NOISE = 1e-3  # of the step: below, noise has nothing left to tune
 
@@ -134,7 +136,7 @@ class Adaptation:
         self._diagonal: Leaves | None = None
 
     def observe(
-        self, acceptance: Tensor, potential: Tensor, step_to_noise: Tensor, grad: Leaves | None, scale: float
+        self, acceptance: Tensor, potential: Tensor, step_to_noise: Tensor, grad: Leaves | None, scale: Setting
     ) -> Change:
         """What to change after a step with these numbers (means over the chains); `grad` of V at the new point, U = scale V."""
         rate = float(acceptance.nan_to_num(nan=0.0).mean())
@@ -177,8 +179,8 @@ class Adaptation:
             return None
         return math.sqrt(max(0.0, self._kappa**-2 - self._ratio**-2))
 
-    def _add_squares(self, grad: Leaves, scale: float) -> None:
-        squares = [(g.double() * scale).square().mean(0) for g in grad]
+    def _add_squares(self, grad: Leaves, scale: Setting) -> None:
+        squares = [(g.double() * by_chain(scale, g.double())).square().mean(0) for g in grad]
         finite = [torch.where(s.isfinite(), s, 0.0) for s in squares]
         self._squares = finite if self._squares is None else [a + b for a, b in zip(self._squares, finite, strict=True)]
 
@@ -279,6 +281,19 @@ def check_tunable(acceptance: Test) -> None:
         )
 
 
+def check_common(kernel: Any, settings: BurnIn) -> None:
+    """Refuse to adapt, to the mean acceptance of all chains, what each chain has its own value of."""
+    adapted = {"sigma", "step_size"}
+    if hasattr(kernel, "with_sigma_along") and settings.proposal_acceptance is not None:
+        adapted.add("sigma_along")
+    for name, _ in chain_settings(kernel):
+        if name in adapted:
+            raise ValueError(
+                f"`{name}` differs between the chains, and burn-in would adapt it to their mean acceptance: give one value for "
+                "all chains to start from, or do not adapt."
+            )
+
+
 def changed(kernel: Any, change: Change, structure: Any = None) -> Any:
     """The kernel with what an adaptation asks for."""
     kernel = kernel.scaled(change.factor)
@@ -295,7 +310,7 @@ def momentum_spread(
     here: Evaluation,
     proposal: Prolate,
     lr: float,
-    generator: torch.Generator,
+    generator: Randomness,
     num_proposals: int = 20,
 ) -> tuple[float, float]:
     """(s1, s2) for `exact_adam_mcmc`: 1.5 times the median of |D_l| = |g(tau)^l - g(theta)^l| over a few proposals.

@@ -8,8 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from adammcmc import AdamMCMC, Gaussian
 from adammcmc.jets import Cloud, JetData, Jets, ParticleNet, ParticleNetLite, bundled, cloud_of, padded_inputs, read_jets
 from adammcmc.jets.tagger import Tagger, Training
+from adammcmc.likelihood import Loss
+from adammcmc.randomness import streams
+from adammcmc.stacked import StackedSampler, setup_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,3 +116,24 @@ def test_a_tagger_trains_samples_and_predicts(jets: Jets, compiled: bool) -> Non
     prediction = tagger.predict(posterior, jets[:200], progress=False)
     assert prediction.mean.shape == (200, 2)
     assert float(((prediction.mean[:, 1] > 0.5) == (jets[:200].kind == 1)).float().mean()) > 0.75
+
+
+def test_chains_of_jets_run_at_once_without_waiting(jets: Jets, sync_mode: None) -> None:
+    """A stack of chains over clouds: neighbours, batch statistics and dropout of each chain on the device."""
+    torch.manual_seed(0)
+    net = ParticleNetLite().cuda().train()
+    data = JetData(jets, 64, device="cuda", num_neighbours=7)
+    sampler = AdamMCMC(net.named_parameters(), lr=1e-4, sigma=1e-3, sigma_along=2.0, num_data=len(jets), prior=Gaussian())
+    setups = [setup_of(sampler, net)] * 5
+    stack = StackedSampler(sampler, net, Loss(F.cross_entropy), setups, streams(range(5), torch.device("cuda")))
+    stack.try_out(next(data))
+    for _ in range(3):
+        stack.step(next(data))
+    batches = [next(data) for _ in range(25)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    for batch in batches:
+        stack.step(batch)
+    torch.cuda.set_sync_debug_mode("default")
+    assert float(stack.mean_acceptance_rate.min()) > 0
+    assert len(set(stack.draws()["bn_fts.running_mean"].double().sum(1).tolist())) > 1

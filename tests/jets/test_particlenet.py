@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from weaver.nn.model.ParticleNet import ParticleNet as Weaver
 
+from adammcmc import AdamMCMC, Gaussian, sample
 from adammcmc.data import joined_batches
-from adammcmc.jets import Cloud, Jets, ParticleNet, ParticleNetLite, cloud_of, padded_inputs
+from adammcmc.jets import Cloud, JetData, Jets, ParticleNet, ParticleNetLite, cloud_of, padded_inputs
 from adammcmc.jets.data import Rows
 from adammcmc.jets.particlenet import NOBODY, nearest
 
@@ -415,3 +417,66 @@ def test_a_cloud_may_have_more_neighbours_than_are_needed() -> None:
     torch.testing.assert_close(
         net(in_double(cloud_of(jets, num_neighbours=16))), net(in_double(cloud_of(jets, num_neighbours=4))), **EXACT
     )
+
+
+# --- many chains at once --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_many_networks_at_once_are_the_networks_alone(training: bool) -> None:
+    """Under vmap each has its own neighbours and its own statistics: outputs, gradients, running statistics."""
+    torch.manual_seed(0)
+    net = ParticleNetLite(dropout=0.0).double().train(training)
+    lived_in(net)
+    cloud, _ = both(made_up(COUNTS))
+    labels = torch.arange(len(COUNTS)) % 2
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: torch.stack([p + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype) for _ in range(3)]).detach()
+        for name, p in net.named_parameters()
+    }
+    buffers = {name: torch.stack([b + c for c in range(3)]) for name, b in net.named_buffers()}
+
+    def loss(weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = torch.func.functional_call(net, {**weights, **buffers}, (cloud,))
+        return F.cross_entropy(logits, labels), buffers
+
+    own = {name: b.clone() for name, b in buffers.items()}
+    live = {name: w.clone().requires_grad_() for name, w in weights.items()}
+    together, moved = torch.func.vmap(loss)(live, own)
+    found = torch.autograd.grad(together.sum(), list(live.values()))
+    losses = set()
+    for c in range(3):
+        net.load_state_dict({name: x[c] for name, x in (weights | buffers).items()})
+        net.zero_grad()
+        alone = F.cross_entropy(net(cloud), labels)
+        alone.backward()
+        torch.testing.assert_close(together[c], alone, **EXACT)
+        for many, p in zip(found, net.parameters(), strict=True):
+            torch.testing.assert_close(many[c], p.grad, **EXACT)
+        for name, b in net.named_buffers():
+            torch.testing.assert_close(moved[name][c], b, **EXACT)
+        losses.add(float(alone.detach()))
+    assert len(losses) == 3
+
+
+@pytest.mark.parametrize("batch_size", [16, None])
+def test_chains_of_jets_run_at_once(batch_size: int | None) -> None:
+    """Through `sample`: batches of clouds, BatchNorm in training mode, a scan over the noise; and prediction."""
+    torch.manual_seed(0)
+    net = ParticleNetLite(dropout=0.0)
+    data = JetData(made_up([*COUNTS, *COUNTS, 20, 21, 22]), batch_size, num_neighbours=7)
+    sampler = partial(AdamMCMC, lr=1e-4, sigma=torch.tensor([1e-3, 2e-3]), sigma_along=2.0, prior=Gaussian())
+    options: dict[str, Any] = {"sampler": sampler, "num_chains": 2, "num_draws": 3, "gap": 2, "burn_in": 2, "progress": False}
+    stacked = sample(net, data, F.cross_entropy, stacked=True, **options)
+    alone = sample(net, data, F.cross_entropy, stacked=False, **options)
+    for many, one in zip(stacked.chain(0), alone.chain(0), strict=True):
+        for name in one:
+            torch.testing.assert_close(many[name], one[name], atol=2e-5, rtol=1e-3)
+    assert not torch.equal(stacked.chain(1)[-1]["bn_fts.running_mean"], stacked.chain(0)[-1]["bn_fts.running_mean"])
+    assert stacked.settings(1)["sigma"] == 2e-3
+    many = stacked.predict(data, raw=True).raw
+    one = stacked.predict(data, raw=True, batch_size=1).raw  # too small for two draws in one forward
+    assert many is not None
+    assert one is not None
+    torch.testing.assert_close(many, one, atol=1e-5, rtol=1e-4)

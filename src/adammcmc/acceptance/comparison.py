@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from adammcmc.leaves import Leaves
+from adammcmc.randomness import Randomness
 from adammcmc.target import Evaluation, Potential
 
 __all__ = ["Comparison", "Test", "Verdict"]
@@ -57,8 +58,10 @@ class Comparison:
         if (size := self.batch_size) is None or size < 2 or self._is_outside():
             return None
         difference = self.there().losses.double() - self.here.losses.double()
-        unseen = max(0.0, 1 - size * self.potential.inverse_temperature / self.potential.scale)
-        return difference.std(1) * (self.potential.scale * math.sqrt(unseen / size))
+        scale, unseen = self.potential.scale, 1 - size * self.potential.inverse_temperature / self.potential.scale
+        if isinstance(unseen, Tensor):  # one for each chain
+            return difference.std(1) * (scale * (unseen.clamp_min(0) / size).sqrt())
+        return difference.std(1) * (scale * math.sqrt(max(0.0, unseen) / size))
 
     def log_prior_difference(self) -> Tensor:
         """log prior(tau) - log prior(theta), (chains,), float64."""
@@ -112,7 +115,7 @@ class Verdict(NamedTuple):
 class Test(Protocol):
     """`test(comparison, carry, generator) -> (Verdict, carry)`; `carry` is the test's memory between steps, None at first."""
 
-    def __call__(self, comparison: Comparison, carry: Any, generator: torch.Generator) -> tuple[Verdict, Any]: ...
+    def __call__(self, comparison: Comparison, carry: Any, generator: Randomness) -> tuple[Verdict, Any]: ...
 
     def approximation(self, *, fixed_data: bool) -> str | None:
         """Why the test is not exact, in a few words; None if it is. `fixed_data`: each batch is the whole data set."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from adammcmc.acceptance.comparison import Comparison, Verdict
 from adammcmc.errors import PerExampleLossRequired
 from adammcmc.leaves import is_finite
+from adammcmc.randomness import Randomness, uniform
 
 __all__ = ["AlwaysAccept", "FullData", "Minibatch"]
 
@@ -25,7 +26,7 @@ class Minibatch:
 
     needs_noise: ClassVar[bool] = True
 
-    def __call__(self, comparison: Comparison, carry: None, generator: torch.Generator) -> tuple[Verdict, None]:
+    def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         log_uniform = _log_uniform(comparison, generator)
         size = comparison.batch_size
         num_examples = float("nan") if size is None else size
@@ -61,9 +62,7 @@ class FullData:
         if not self.chunk_size >= 1:
             raise ValueError(f"`chunk_size` must be at least 1, got {self.chunk_size}.")
 
-    def __call__(
-        self, comparison: Comparison, carry: Tensor | None, generator: torch.Generator
-    ) -> tuple[Verdict, Tensor | None]:
+    def __call__(self, comparison: Comparison, carry: Tensor | None, generator: Randomness) -> tuple[Verdict, Tensor | None]:
         log_uniform = _log_uniform(comparison, generator)
         potential = comparison.potential
         if (n := potential.num_examples) is None:
@@ -137,7 +136,7 @@ class AlwaysAccept:
 
     needs_noise: ClassVar[bool] = False
 
-    def __call__(self, comparison: Comparison, carry: None, generator: torch.Generator) -> tuple[Verdict, None]:
+    def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         inside = is_finite(comparison.log_prior_difference()) & comparison.may_move
         unknown = torch.full_like(comparison.here.log_prior, torch.nan)
         return Verdict(inside, inside.double(), unknown, inside, torch.zeros_like(unknown)), None
@@ -155,10 +154,10 @@ def _not_negative(losses: Tensor) -> Tensor:
     return losses
 
 
-def _log_uniform(comparison: Comparison, generator: torch.Generator) -> Tensor:
+def _log_uniform(comparison: Comparison, generator: Randomness) -> Tensor:
     if comparison.log_uniform is not None:
         return comparison.log_uniform
-    return torch.rand(comparison.num_chains, dtype=torch.float64, device=comparison.device, generator=generator).log()
+    return uniform((comparison.num_chains,), torch.float64, comparison.device, generator).log()
 
 
 def _metropolis(comparison: Comparison, log_ratio: Tensor, log_uniform: Tensor, num_examples: float) -> Verdict:

@@ -11,9 +11,10 @@ import torch
 from adammcmc.acceptance import Minibatch, Test
 from adammcmc.direction import Adam, Direction, OptimizerStep
 from adammcmc.kernel import ChainState, Info, Once, settle, start
-from adammcmc.kernels.arguments import check_adam, check_noise, check_not_negative, check_proposal, times
-from adammcmc.leaves import Leaves, PerLeaf, flatten
+from adammcmc.kernels.arguments import check_betas, check_chains, check_noise, check_not_negative, checked, checked_one, times
+from adammcmc.leaves import Leaves, PerLeaf, Setting, Settings, flatten
 from adammcmc.proposal import Elementwise, Move, Prolate
+from adammcmc.randomness import Randomness
 from adammcmc.target import Evaluation, Potential
 
 __all__ = ["AdamMCMCKernel", "adam_mcmc", "as_released", "optimizer_mcmc"]
@@ -33,15 +34,16 @@ class AdamMCMCKernel:
         check_noise(self.proposal.sigma, self.acceptance)
 
     def init(self, params: Any, potential: Potential) -> ChainState:
+        check_chains(self, params)
         return start(params, potential, self.direction.init)
 
-    def propose(self, params: Leaves, here: Evaluation, memory: Any, generator: torch.Generator) -> tuple[Move, Any]:
+    def propose(self, params: Leaves, here: Evaluation, memory: Any, generator: Randomness) -> tuple[Move, Any]:
         """m <- ..., u(m), tau ~ N(theta - u, Sigma(u)): the first half of Algorithm 1."""
         assert here.grad is not None
         update, memory = self.direction(here.grad, memory, params)
         return self.proposal.propose(params, update, generator), memory
 
-    def step(self, state: ChainState, potential: Potential, generator: torch.Generator) -> tuple[ChainState, Info]:
+    def step(self, state: ChainState, potential: Potential, generator: Randomness) -> tuple[ChainState, Info]:
         params, _ = flatten(state.params)
         here = state.here or potential.evaluate(params, with_grad=True)
         move, memory = self.propose(params, here, state.memory, generator)
@@ -64,7 +66,7 @@ class AdamMCMCKernel:
         """The same kernel with its noise `factor` times as large."""
         return replace(self, proposal=replace(self.proposal, sigma=times(self.proposal.sigma, factor)))
 
-    def with_sigma_along(self, sigma_along: float) -> AdamMCMCKernel:
+    def with_sigma_along(self, sigma_along: Setting) -> AdamMCMCKernel:
         """The same kernel with this noise along the step."""
         return replace(self, proposal=replace(self.proposal, sigma_along=sigma_along))
 
@@ -79,12 +81,12 @@ class AdamMCMCKernel:
 
 
 def adam_mcmc(
-    lr: PerLeaf[float],
+    lr: Settings,
     betas: PerLeaf[tuple[float, float]] = (0.99, 0.99),
     eps: PerLeaf[float] = 1e-8,
     *,
-    sigma: PerLeaf[float],
-    sigma_along: float = 0.0,
+    sigma: Settings,
+    sigma_along: Setting = 0.0,
     acceptance: Test | None = None,
 ) -> AdamMCMCKernel:
     r"""Algorithm 1 of the paper, as printed.
@@ -102,7 +104,7 @@ def adam_mcmc(
     all, at tau.
 
     Args:
-        lr: Adam's learning rate. (A list gives one value to each leaf; likewise below.)
+        lr: Adam's learning rate. (A tensor (chains,) gives one value to each chain, a list one to each leaf; likewise sigma.)
         betas: Adam's decay rates.
         eps: Adam's, the paper's delta.
         sigma: standard deviation of the noise on one weight. 0 only with `AlwaysAccept`, where it gives Adam itself.
@@ -110,19 +112,19 @@ def adam_mcmc(
             at a rate of at least 2 Phi(-1/sigma_along), however small sigma is.
         acceptance: the test; `Minibatch()` by default.
     """
-    check_adam(lr, betas)
+    check_betas(betas)
     check_not_negative("eps", eps)
-    check_proposal(sigma, sigma_along)
+    lr, sigma, sigma_along = checked("lr", lr), checked("sigma", sigma), checked_one("sigma_along", sigma_along)
     return AdamMCMCKernel(Adam(lr, betas, eps), Prolate(sigma, sigma_along), acceptance or Minibatch())
 
 
 def as_released(
-    lr: PerLeaf[float],
+    lr: Settings,
     betas: PerLeaf[tuple[float, float]] = (0.99, 0.99),
     eps: PerLeaf[float] = 1e-8,
     *,
-    sigma: PerLeaf[float],
-    sigma_along: float = 0.0,
+    sigma: Settings,
+    sigma_along: Setting = 0.0,
     acceptance: Test | None = None,
 ) -> AdamMCMCKernel:
     r"""What the code released with the paper does in place of Algorithm 1. **For replication only: no detailed balance.**
@@ -137,14 +139,15 @@ def as_released(
     Cost: as `adam_mcmc`.
     """
     kernel = adam_mcmc(lr, betas, eps, sigma=sigma, sigma_along=sigma_along, acceptance=acceptance)
-    return replace(kernel, proposal=Elementwise(sigma, sigma_along), name="AdamMCMC as released (not Algorithm 1)")
+    proposal = Elementwise(kernel.proposal.sigma, kernel.proposal.sigma_along)
+    return replace(kernel, proposal=proposal, name="AdamMCMC as released (not Algorithm 1)")
 
 
 def optimizer_mcmc(
     make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
     *,
-    sigma: PerLeaf[float],
-    sigma_along: float = 0.0,
+    sigma: Settings,
+    sigma_along: Setting = 0.0,
     acceptance: Test | None = None,
 ) -> AdamMCMCKernel:
     """Algorithm 1 with the step of any `torch.optim` optimizer in place of Adam's: SGD, NAdam, RMSprop, ...
@@ -160,6 +163,6 @@ def optimizer_mcmc(
         sigma_along: as in `adam_mcmc`.
         acceptance: as in `adam_mcmc`.
     """
-    check_proposal(sigma, sigma_along)
+    sigma, sigma_along = checked("sigma", sigma), checked_one("sigma_along", sigma_along)
     name = "Algorithm 1 with a torch optimizer's step"
     return AdamMCMCKernel(OptimizerStep(make), Prolate(sigma, sigma_along), acceptance or Minibatch(), name)

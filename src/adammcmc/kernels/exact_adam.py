@@ -11,9 +11,23 @@ from torch import Tensor
 
 from adammcmc.acceptance import Minibatch, Test
 from adammcmc.kernel import ChainState, Info, Once, settle, start
-from adammcmc.kernels.arguments import check_adam, check_noise, check_not_negative, check_proposal, times
-from adammcmc.leaves import Leaves, PerLeaf, flatten, inner, select, spread, standard_normal, widen
+from adammcmc.kernels.arguments import check_betas, check_chains, check_noise, check_not_negative, checked, checked_one, times
+from adammcmc.leaves import (
+    Leaves,
+    PerLeaf,
+    Setting,
+    Settings,
+    by_chain,
+    flatten,
+    inner,
+    select,
+    spread,
+    spread_settings,
+    standard_normal,
+    widen,
+)
 from adammcmc.proposal import Prolate
+from adammcmc.randomness import Randomness
 from adammcmc.target import Evaluation, Potential
 
 __all__ = ["ExactAdamMCMCKernel", "NoisyMoments", "exact_adam_mcmc"]
@@ -30,7 +44,7 @@ class NoisyMoments(NamedTuple):
 class ExactAdamMCMCKernel:
     """Metropolis on theta with the momenta as part of the state. See `exact_adam_mcmc`."""
 
-    lr: PerLeaf[float]
+    lr: Settings
     betas: PerLeaf[tuple[float, float]]
     proposal: Prolate
     momentum_spread: tuple[float, float]
@@ -48,9 +62,10 @@ class ExactAdamMCMCKernel:
                 "the exact chain needs fixed_data=True: the gradient of all data is part of its target, and on a minibatch it "
                 "would be another one at each step. For minibatches take `underdamped` or `mala` with FullData()."
             )
+        check_chains(self, params)
         return start(params, potential)
 
-    def step(self, state: ChainState, potential: Potential, generator: torch.Generator) -> tuple[ChainState, Info]:
+    def step(self, state: ChainState, potential: Potential, generator: Randomness) -> tuple[ChainState, Info]:
         params, _ = flatten(state.params)
         here = state.here or potential.evaluate(params, with_grad=True)
         assert here.grad is not None
@@ -70,7 +85,7 @@ class ExactAdamMCMCKernel:
             keep=self._keep,
         )
 
-    def _initial(self, grad: Leaves, generator: torch.Generator) -> NoisyMoments:
+    def _initial(self, grad: Leaves, generator: Randomness) -> NoisyMoments:
         """m1 ~ N(g, s1^2), m2 ~ N(g^2, s2^2): the conditional law given theta (Theorem 2)."""
         s1, s2 = self.momentum_spread
         first, second = standard_normal(grad, generator), standard_normal(grad, generator)
@@ -79,7 +94,7 @@ class ExactAdamMCMCKernel:
             tuple(g.square() + s2 * e for g, e in zip(grad, second, strict=True)),
         )
 
-    def _next(self, moments: NoisyMoments, grad: Leaves, generator: torch.Generator) -> NoisyMoments:
+    def _next(self, moments: NoisyMoments, grad: Leaves, generator: Randomness) -> NoisyMoments:
         """m_l <- beta_l m_l + (1 - beta_l) g^l + s_l sqrt(1 - beta_l^2) xi, which leaves N(g^l, s_l^2) invariant."""
         s1, s2 = self.momentum_spread
         betas = spread(self.betas, len(grad))
@@ -97,9 +112,9 @@ class ExactAdamMCMCKernel:
 
     def _update(self, moments: NoisyMoments) -> Leaves:
         """u = lr m1 / sqrt(|m2| + floor): a function of the momenta alone, as Theorem 1 asks."""
-        rates = spread(self.lr, len(moments.exp_avg))
+        rates = spread_settings(self.lr, len(moments.exp_avg))
         pairs = zip(moments.exp_avg, moments.exp_avg_sq, rates, strict=True)
-        return tuple(lr * widen(m1) / (widen(m2).abs() + self.floor).sqrt() for m1, m2, lr in pairs)
+        return tuple(by_chain(lr, widen(m1)) * widen(m1) / (widen(m2).abs() + self.floor).sqrt() for m1, m2, lr in pairs)
 
     def _log_correction(self, moments: NoisyMoments, here: Evaluation, there: Evaluation) -> Tensor:
         """log C = sum_l [ 2 (m_l - g(theta)^l).D_l - |D_l|^2 ] / (2 s_l^2),  D_l = g(tau)^l - g(theta)^l."""
@@ -124,7 +139,7 @@ class ExactAdamMCMCKernel:
         """The same kernel with its noise `factor` times as large."""
         return replace(self, proposal=replace(self.proposal, sigma=times(self.proposal.sigma, factor)))
 
-    def with_sigma_along(self, sigma_along: float) -> ExactAdamMCMCKernel:
+    def with_sigma_along(self, sigma_along: Setting) -> ExactAdamMCMCKernel:
         """The same kernel with this noise along the step."""
         return replace(self, proposal=replace(self.proposal, sigma_along=sigma_along))
 
@@ -137,11 +152,11 @@ class ExactAdamMCMCKernel:
 
 
 def exact_adam_mcmc(
-    lr: PerLeaf[float],
+    lr: Settings,
     betas: PerLeaf[tuple[float, float]] = (0.99, 0.99),
     *,
-    sigma: PerLeaf[float],
-    sigma_along: float = 0.0,
+    sigma: Settings,
+    sigma_along: Setting = 0.0,
     momentum_spread: tuple[float, float],
     floor: float | None = None,
     acceptance: Test | None = None,
@@ -170,8 +185,8 @@ def exact_adam_mcmc(
         floor: keeps u finite where m2 crosses zero; None is s2. (With a tiny one u has heavy tails, and nothing is accepted.)
         acceptance: the test; `Minibatch()` by default, which is exact here.
     """
-    check_adam(lr, betas)
-    check_proposal(sigma, sigma_along)
+    check_betas(betas)
+    lr, sigma, sigma_along = checked("lr", lr), checked("sigma", sigma), checked_one("sigma_along", sigma_along)
     pair = momentum_spread if isinstance(momentum_spread, tuple | list) else ()
     if len(pair) != 2 or not all(0 < s < math.inf for s in pair):
         raise ValueError(f"`momentum_spread` must be two positive numbers, got {momentum_spread}.")

@@ -12,9 +12,21 @@ from torch import Tensor
 
 from adammcmc.acceptance import Minibatch, Test
 from adammcmc.kernel import ChainState, Info, Once, settle, start
-from adammcmc.kernels.arguments import check_not_negative, check_preconditioner, times
-from adammcmc.leaves import Leaves, PerLeaf, flatten, inner, select, spread, standard_normal, widen
+from adammcmc.kernels.arguments import check_chains, check_preconditioner, checked, times
+from adammcmc.leaves import (
+    Leaves,
+    Setting,
+    Settings,
+    by_chain,
+    flatten,
+    inner,
+    select,
+    spread_settings,
+    standard_normal,
+    widen,
+)
 from adammcmc.proposal import Move
+from adammcmc.randomness import Randomness, uniform
 from adammcmc.target import Evaluation, Potential
 
 __all__ = ["Momentum", "UnderdampedKernel", "hmc", "underdamped"]
@@ -36,7 +48,7 @@ class Momentum(NamedTuple):
 class UnderdampedKernel:
     """A partial refresh of the momentum, then leapfrog steps and a test. See `underdamped`."""
 
-    step_size: PerLeaf[float]
+    step_size: Settings
     friction: float | None
     acceptance: Test
     num_leapfrog: int = 1
@@ -47,10 +59,11 @@ class UnderdampedKernel:
     target_acceptance: ClassVar[float] = 0.85
 
     def init(self, params: Any, potential: Potential) -> ChainState:
+        check_chains(self, params)
         check_preconditioner(params, self.preconditioner, self.structure)
         return start(params, potential)
 
-    def step(self, state: ChainState, potential: Potential, generator: torch.Generator) -> tuple[ChainState, Info]:
+    def step(self, state: ChainState, potential: Potential, generator: Randomness) -> tuple[ChainState, Info]:
         params, _ = flatten(state.params)
         here = state.here or potential.evaluate(params, with_grad=True)
         memory = state.memory or self._fresh(params, generator)
@@ -63,7 +76,7 @@ class UnderdampedKernel:
             move, half_way = self._leapfrog(params, here, before, potential)
             there = Once(lambda: potential.evaluate(move.proposed, with_grad=True))
             finish = Once(lambda: self._arrive(before, half_way, there(), potential.scale))
-        uniform = self._moved(memory.uniform, generator)
+        decides = self._moved(memory.uniform, generator)
         state, info = settle(
             state,
             potential,
@@ -73,61 +86,70 @@ class UnderdampedKernel:
             move=move,
             there=there,
             log_q_ratio=Once(lambda: finish()[0]),
-            log_uniform=uniform.abs().log(),
+            log_uniform=decides.abs().log(),
         )
         flipped = tuple(-p for p in before)  # on rejection: without it momentum is created from nothing
         if finish.value is None and self.acceptance.needs_noise:  # the test rejected without asking
-            return state._replace(memory=Momentum(flipped, uniform)), info
+            return state._replace(memory=Momentum(flipped, decides)), info
         momentum = select(info.is_accepted, finish()[1], flipped)
         # what is accepted keeps its height |uniform| * density, so that the uniform number is uniform again (Neal 2020)
-        uniform = torch.where(info.is_accepted, uniform * torch.exp(-info.log_ratio.nan_to_num(nan=0.0)), uniform)
-        return state._replace(memory=Momentum(momentum, uniform)), info
+        decides = torch.where(info.is_accepted, decides * torch.exp(-info.log_ratio.nan_to_num(nan=0.0)), decides)
+        return state._replace(memory=Momentum(momentum, decides)), info
 
     @property
     def _is_unadjusted(self) -> bool:
         """Nobody asks for a ratio, so that one gradient of whatever batch suffices."""
         return not self.acceptance.needs_noise and self.num_leapfrog == 1
 
-    def _fresh(self, params: Leaves, generator: torch.Generator) -> Momentum:
+    def _fresh(self, params: Leaves, generator: Randomness) -> Momentum:
         like = tuple(widen(p) for p in params)
-        uniform = torch.rand(params[0].shape[0], dtype=torch.float64, device=params[0].device, generator=generator)
-        return Momentum(standard_normal(like, generator), 2 * uniform - 1)
+        first = uniform(params[0].shape[:1], torch.float64, params[0].device, generator)
+        return Momentum(standard_normal(like, generator), 2 * first - 1)
 
-    def _kept(self, num_leaves: int) -> list[float]:
-        """c = exp(-friction h)"""
+    def _kept(self, num_leaves: int) -> list[tuple[Setting, Setting]]:
+        """c = exp(-friction h), and sqrt(1 - c^2)"""
         if self.friction is None:
-            return [_KEPT] * num_leaves
-        return [math.exp(-self.friction * h) if h > 0 else 1.0 for h in spread(self.step_size, num_leaves)]
+            return [(_KEPT, math.sqrt(1 - _KEPT**2))] * num_leaves
+        kept: list[tuple[Setting, Setting]] = []
+        for h in spread_settings(self.step_size, num_leaves):
+            if isinstance(h, Tensor):
+                each = torch.where(h > 0, torch.exp(-self.friction * h), 1.0)
+                kept.append((each, (1 - each**2).sqrt()))
+            else:
+                c = math.exp(-self.friction * h) if h > 0 else 1.0
+                kept.append((c, math.sqrt(1 - c**2)))
+        return kept
 
-    def _scales(self, num_leaves: int) -> Sequence[float | Tensor]:
+    def _scales(self, like: Leaves) -> Sequence[Setting]:
         """h A^1/2"""
-        sizes = spread(self.step_size, num_leaves)
+        sizes = [by_chain(h, x) for h, x in zip(spread_settings(self.step_size, len(like)), like, strict=True)]
         if self.preconditioner is None:
             return sizes
         return [h * a.sqrt() for h, a in zip(sizes, self.preconditioner, strict=True)]
 
-    def _refreshed(self, momentum: Leaves, generator: torch.Generator) -> Leaves:
+    def _refreshed(self, momentum: Leaves, generator: Randomness) -> Leaves:
         """p <- c p + sqrt(1 - c^2) xi"""
         noise = standard_normal(momentum, generator)
         return tuple(
-            c * p + math.sqrt(1 - c**2) * xi for c, p, xi in zip(self._kept(len(momentum)), momentum, noise, strict=True)
+            by_chain(c, p) * p + by_chain(s, p) * xi
+            for (c, s), p, xi in zip(self._kept(len(momentum)), momentum, noise, strict=True)
         )
 
-    def _moved(self, uniform: Tensor, generator: torch.Generator) -> Tensor:
+    def _moved(self, last: Tensor, generator: Randomness) -> Tensor:
         """The number that decides: the last one moved on by a fixed amount, or a new one."""
         if self.persistent_uniform:
-            return torch.remainder(uniform + _SHIFT + 1, 2) - 1
-        return 2 * torch.rand(uniform.shape, dtype=uniform.dtype, device=uniform.device, generator=generator) - 1
+            return torch.remainder(last + _SHIFT + 1, 2) - 1
+        return 2 * uniform(last.shape, last.dtype, last.device, generator) - 1
 
-    def _kick(self, momentum: Leaves, grad: Leaves | None, scale: float) -> Leaves:
+    def _kick(self, momentum: Leaves, grad: Leaves | None, scale: Setting) -> Leaves:
         """p - scale h A^1/2 g"""
         assert grad is not None
-        scales = self._scales(len(momentum))
-        return tuple(p - widen(g) * r * scale for p, g, r in zip(momentum, grad, scales, strict=True))
+        scales = self._scales(momentum)
+        return tuple(p - widen(g) * r * by_chain(scale, p) for p, g, r in zip(momentum, grad, scales, strict=True))
 
     def _drift(self, params: Leaves, momentum: Leaves, fraction: float = 1.0) -> Leaves:
         """theta + h A^1/2 p"""
-        scales = self._scales(len(params))
+        scales = self._scales(momentum)
         moved = (widen(x) + p * r * fraction for x, p, r in zip(params, momentum, scales, strict=True))
         return tuple(y.to(x.dtype) for y, x in zip(moved, params, strict=True))
 
@@ -141,14 +163,14 @@ class UnderdampedKernel:
             proposed = self._drift(proposed, half_way)
         return Move(proposed, (), (), squares[0], squares), half_way
 
-    def _arrive(self, before: Leaves, half_way: Leaves, there: Evaluation, scale: float) -> tuple[Tensor, Leaves]:
+    def _arrive(self, before: Leaves, half_way: Leaves, there: Evaluation, scale: Setting) -> tuple[Tensor, Leaves]:
         """The last half kick: (|p|^2 - |p'|^2) / 2, and p'."""
         after = self._kick(half_way, there.grad, scale / 2)
         gained = [inner(b, b) - inner(a, a) for b, a in zip(before, after, strict=True)]
         return 0.5 * torch.stack(gained).sum(0), after
 
     def _baoa(
-        self, params: Leaves, here: Evaluation, momentum: Leaves, scale: float, generator: torch.Generator
+        self, params: Leaves, here: Evaluation, momentum: Leaves, scale: Setting, generator: Randomness
     ) -> tuple[Move, Leaves, Leaves]:
         """Kick, half drift, refresh, half drift: one gradient a step, at whatever batch this step has."""
         kicked = self._kick(momentum, here.grad, scale)
@@ -171,7 +193,7 @@ class UnderdampedKernel:
 
 
 def underdamped(
-    step_size: PerLeaf[float],
+    step_size: Settings,
     friction: float | None = None,
     *,
     num_leapfrog: int = 1,
@@ -193,7 +215,8 @@ def underdamped(
     Cost: for a density or fixed data `num_leapfrog` forwards and backwards; otherwise one more. With `AlwaysAccept` one.
 
     Args:
-        step_size: h. Tune it to an acceptance near 0.85. (A list gives one value to each leaf.)
+        step_size: h. Tune it to an acceptance near 0.85. (A tensor (chains,) gives one value to each chain, a
+            list one to each leaf.)
         friction: how fast the velocity is forgotten. None keeps 0.97 of it at each step, whatever h is; `math.inf` is a full
             refresh: MALA with step h^2 / 2, or HMC if num_leapfrog > 1 (`hmc`).
         num_leapfrog: steps between two refreshes and tests.
@@ -202,7 +225,7 @@ def underdamped(
         preconditioner: diagonal A, positive, in the structure of the parameters (without a chain axis), fixed while sampling.
         acceptance: the test; `Minibatch()` by default.
     """
-    check_not_negative("step_size", step_size)
+    step_size = checked("step_size", step_size)
     if friction is not None and not friction >= 0:
         raise ValueError(f"`friction` must not be negative, got {friction}.")
     if type(num_leapfrog) is not int or num_leapfrog < 1:
@@ -214,7 +237,7 @@ def underdamped(
 
 
 def hmc(
-    step_size: PerLeaf[float], num_leapfrog: int = 10, *, preconditioner: Any = None, acceptance: Test | None = None
+    step_size: Settings, num_leapfrog: int = 10, *, preconditioner: Any = None, acceptance: Test | None = None
 ) -> UnderdampedKernel:
     """Hamiltonian Monte Carlo: `underdamped` with a new momentum at each step, and a fresh uniform number.
 

@@ -6,15 +6,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from adammcmc.acceptance import Minibatch, Test
 from adammcmc.direction import Gradient
 from adammcmc.kernel import ChainState, Info, Once, settle, start
-from adammcmc.kernels.arguments import check_noise, check_not_negative, check_preconditioner, check_proposal, times
-from adammcmc.leaves import Leaves, PerLeaf, flatten, spread
+from adammcmc.kernels.arguments import check_chains, check_noise, check_preconditioner, checked, checked_one, times
+from adammcmc.leaves import Leaves, Setting, Settings, flatten, spread_settings
 from adammcmc.proposal import Langevin
+from adammcmc.randomness import Randomness
 from adammcmc.target import Potential
 
 __all__ = ["MALAKernel", "mala"]
@@ -24,7 +24,7 @@ __all__ = ["MALAKernel", "mala"]
 class MALAKernel:
     """A Langevin step with its own update on either side. See `mala`."""
 
-    step_size: PerLeaf[float]
+    step_size: Settings
     proposal: Langevin
     acceptance: Test
     name: str = "MALA"
@@ -37,14 +37,15 @@ class MALAKernel:
 
     def _direction(self, potential: Potential, num_leaves: int) -> Gradient:
         """h * grad U = h * scale * grad V"""
-        rates = [h * potential.scale for h in spread(self.step_size, num_leaves)]
+        rates = [h * potential.scale for h in spread_settings(self.step_size, num_leaves)]
         return Gradient(rates, self.proposal.preconditioner)
 
     def init(self, params: Any, potential: Potential) -> ChainState:
+        check_chains(self, params)
         check_preconditioner(params, self.proposal.preconditioner, self.structure)
         return start(params, potential)
 
-    def step(self, state: ChainState, potential: Potential, generator: torch.Generator) -> tuple[ChainState, Info]:
+    def step(self, state: ChainState, potential: Potential, generator: Randomness) -> tuple[ChainState, Info]:
         params, _ = flatten(state.params)
         direction = self._direction(potential, len(params))
         here = state.here or potential.evaluate(params, with_grad=True)
@@ -84,10 +85,10 @@ class MALAKernel:
 
 
 def mala(
-    step_size: PerLeaf[float],
+    step_size: Settings,
     *,
-    sigma: PerLeaf[float] | None = None,
-    sigma_along: float = 0.0,
+    sigma: Settings | None = None,
+    sigma_along: Setting = 0.0,
     preconditioner: Any = None,
     acceptance: Test | None = None,
 ) -> MALAKernel:
@@ -103,7 +104,7 @@ def mala(
     Cost: for a density or fixed data one forward and backward, at tau; otherwise two.
 
     Args:
-        step_size: h.
+        step_size: h. (A tensor (chains,) gives one value to each chain, a list one to each leaf; likewise below.)
         sigma: None is sqrt(2 h), the value of Langevin dynamics. (The paper's gamma, sigma with sigma^2 = 2 gamma / lambda.)
         sigma_along: noise along the step in units of the step. (The paper's sigma_nabla multiplies grad L_n, so that it is
             step_size * lambda * sigma_along with the lambda of the paper.)
@@ -111,11 +112,11 @@ def mala(
             the chain's position: learn it before, then leave it.
         acceptance: the test; `Minibatch()` by default.
     """
-    check_not_negative("step_size", step_size)
+    step_size = checked("step_size", step_size)
     if sigma is None:
         sizes = step_size if isinstance(step_size, list) else [step_size]
-        sigma = [math.sqrt(2 * h) for h in sizes]
-        sigma = sigma if isinstance(step_size, list) else sigma[0]
-    check_proposal(sigma, sigma_along)
+        sigmas: list[Setting] = [(2 * h).sqrt() if isinstance(h, Tensor) else math.sqrt(2 * h) for h in sizes]
+        sigma = sigmas if isinstance(step_size, list) else sigmas[0]
+    sigma, sigma_along = checked("sigma", sigma), checked_one("sigma_along", sigma_along)
     diagonal, structure = (None, None) if preconditioner is None else flatten(preconditioner)
     return MALAKernel(step_size, Langevin(sigma, sigma_along, diagonal), acceptance or Minibatch(), structure=structure)

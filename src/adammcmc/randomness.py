@@ -1,0 +1,106 @@
+"""Where random numbers come from: one generator for all chains, or one stream of numbers for each.
+
+Kernels draw tensors with the chains along the first axis, by `normal` and `uniform`, and do not ask how they are made. A
+`Streams` object in the place of a generator decides that: this is where a faster source (a counter-based one, for example)
+belongs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["Generators", "Randomness", "Streams", "normal", "streams", "uniform"]
+
+
+class Streams(ABC):
+    """A stream of random numbers for each chain. Row c of what is drawn is of chain c."""
+
+    @abstractmethod
+    def normal(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """N(0, 1) numbers of shape (chains, ...)."""
+
+    @abstractmethod
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uniform numbers in [0, 1) of shape (chains, ...)."""
+
+    @abstractmethod
+    def get_state(self) -> Tensor:
+        """Where the streams stand, as one tensor on the host."""
+
+    @abstractmethod
+    def set_state(self, state: Tensor) -> None:
+        """Go there."""
+
+
+Randomness: TypeAlias = torch.Generator | Streams
+"""What a kernel draws from."""
+
+
+class Generators(Streams):
+    """A `torch.Generator` for each chain: its numbers are those that it would draw alone, however many others there are.
+
+    Example:
+        >>> def seeded(*seeds):
+        ...     return Generators([torch.Generator().manual_seed(seed) for seed in seeds])
+        >>> three = seeded(1, 2, 3).normal((3, 50), torch.float32, torch.device("cpu"))
+        >>> alone = torch.randn(1, 50, generator=torch.Generator().manual_seed(3))
+        >>> bool((three[2:] == alone).all())
+        True
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = list(generators)
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        numbers = self._empty(shape, dtype, device)
+        for row, generator in zip(numbers.unsqueeze(1), self._generators, strict=True):
+            row.normal_(generator=generator)
+        return numbers
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        numbers = self._empty(shape, dtype, device)
+        for row, generator in zip(numbers.unsqueeze(1), self._generators, strict=True):
+            row.uniform_(generator=generator)
+        return numbers
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if shape[0] != len(self._generators):
+            raise ValueError(f"there are random numbers for {len(self._generators)} chains, and {shape[0]} ask for them.")
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def get_state(self) -> Tensor:
+        return torch.stack([generator.get_state() for generator in self._generators])
+
+    def set_state(self, state: Tensor) -> None:
+        for generator, one in zip(self._generators, state, strict=True):
+            generator.set_state(one.clone())
+
+
+def streams(seeds: Sequence[int], device: torch.device) -> Randomness:
+    """Random numbers of chains with these seeds.
+
+    On the CPU each chain has a generator of its own. On an accelerator so many generators would cost a launch each: there all
+    chains share one, seeded by the first, and the numbers of a chain depend on how many chains there are.
+    """
+    if device.type == "cpu":
+        return Generators([torch.Generator().manual_seed(seed) for seed in seeds])
+    return torch.Generator(device).manual_seed(seeds[0])
+
+
+def normal(shape: Sequence[int], dtype: torch.dtype, device: torch.device, generator: Randomness) -> Tensor:
+    """N(0, 1) numbers, the chains along the first axis."""
+    if isinstance(generator, Streams):
+        return generator.normal(shape, dtype, device)
+    return torch.randn(tuple(shape), dtype=dtype, device=device, generator=generator)
+
+
+def uniform(shape: Sequence[int], dtype: torch.dtype, device: torch.device, generator: Randomness) -> Tensor:
+    """Uniform numbers in [0, 1), the chains along the first axis."""
+    if isinstance(generator, Streams):
+        return generator.uniform(shape, dtype, device)
+    return torch.rand(tuple(shape), dtype=dtype, device=device, generator=generator)
