@@ -6,6 +6,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,12 +21,15 @@ from adammcmc import (
     AsReleased,
     FullData,
     Gaussian,
+    Minibatch,
     NonFiniteLoss,
     Sampler,
     TensorExamples,
     Underdamped,
     UniformBox,
+    sample,
 )
+from adammcmc.capture import Captures
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -311,3 +315,43 @@ def test_a_compiled_loss_is_captured() -> None:
         ends.append([p.detach().clone() for p in model.parameters()])
     for a, b in zip(*ends, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+@pytest.mark.parametrize("layers", ["plain", "dropout", "norm"])
+@pytest.mark.parametrize("name", ["AdamMCMC", "Underdamped", "fixed"])
+def test_stacked_chains_are_captured_too(name: str, layers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "fixed" and layers != "plain":
+        pytest.skip("the loss must be a function of the weights there")
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches(), strict=True))
+    sigma = torch.tensor([3e-4, 1e-3, 3e-3])
+    factories: dict[str, Any] = {
+        "AdamMCMC": partial(AdamMCMC, lr=1e-3, sigma=sigma, sigma_along=2.0),
+        "Underdamped": partial(Underdamped, step_size=torch.tensor([1e-3, 3e-3, 1e-2]), acceptance=Minibatch()),
+        "fixed": partial(MALA, step_size=torch.tensor([1e-6, 1e-5, 2e-5])),
+    }
+    size = None if name == "fixed" else 64
+    options: dict[str, Any] = {"batch_size": size, "num_chains": 3, "stacked": True, "num_draws": 4, "gap": 5, "burn_in": 10}
+
+    def draws() -> tuple[Any, int]:
+        seen = []
+        whole = Captures.step
+
+        def step(self: Captures, *arguments: Any) -> torch.Tensor:
+            seen.append(self)
+            return whole(self, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Captures, "step", step)
+            posterior = sample(network(layers), (inputs, targets), F.cross_entropy, sampler=factories[name], **options)
+        return [list(draw.values()) for draw in posterior.draws()], max(len(c._graphs) for c in seen)
+
+    graphs, count = draws()
+    assert count > 0, "nothing was captured"
+    monkeypatch.setattr("adammcmc.capture._WARM_UP", 10**9)
+    usual, count = draws()
+    assert count == 0
+    for a, b in zip(graphs, usual, strict=True):
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)

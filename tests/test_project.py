@@ -15,7 +15,8 @@ SOURCE = ROOT / "src" / "adammcmc"
 
 # a file imports only from files above it; `acceptance` is a package
 ORDER = [
-    ["errors", "randomness", "encoding", "moments"],
+    ["errors", "encoding", "moments", "philox"],
+    ["randomness"],
     ["leaves"],
     ["target", "direction", "proposal"],
     ["data"],

@@ -28,16 +28,16 @@ _ROWS = 16  # that a ring holds
 class Ring:
     """The last 16 steps in numbers, on the device: a graph writes one row at each replay, and the host knows which."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.rows = torch.zeros(_ROWS, len(Info._fields), dtype=torch.float64, device=device)
+    def __init__(self, device: torch.device, num_chains: int) -> None:
+        self.rows = torch.zeros(_ROWS, len(Info._fields), num_chains, dtype=torch.float64, device=device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
         self.last = _ROWS - 1
         """The row of the last step."""
 
     def write(self, info: Info) -> None:
         """The row of this step (inside a graph)."""
-        row = torch.stack([field.double() for field in info]).reshape(1, -1)
-        self.rows.index_copy_(0, self.slot, row)
+        row = torch.stack([field.double() for field in info])
+        self.rows.index_copy_(0, self.slot, row[None])
         self.slot.add_(1).remainder_(_ROWS)
 
     def moved_on(self) -> None:
@@ -46,7 +46,7 @@ class Ring:
 
     def info(self) -> Info:
         """The last step, copied."""
-        fields = list(self.rows[self.last].clone()[:, None].unbind())
+        fields = list(self.rows[self.last].clone().unbind())
         fields[5], fields[6] = fields[5].bool(), fields[6].bool()
         return Info(*fields)
 
@@ -61,9 +61,11 @@ class _Graph:
         self._last: list[tuple[Any, int]] = []
         static = _pytree.tree_unflatten(self._static, structure)
         self.graph = torch.cuda.CUDAGraph()
-        self.graph.register_generator_state(sampler.generator)
-        self.numbers: GraphNumbers | None = sampler._layers.graph_numbers(self.graph)
-        generators = [sampler.generator, torch.cuda.default_generators[sampler.device.index or 0]]
+        generators = [torch.cuda.default_generators[sampler.device.index or 0]]
+        if isinstance(sampler.generator, torch.Generator):
+            self.graph.register_generator_state(sampler.generator)
+            generators.append(sampler.generator)
+        self.numbers: GraphNumbers | None = sampler._layers.graph_numbers(self.graph, sampler._num_evaluations())
         before = [generator.get_state() for generator in generators]
         try:
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
@@ -131,7 +133,7 @@ class Captures:
             sampler._before_step()
             sampler._before_capture()
             if self._ring is None:
-                self._ring = Ring(sampler.device)
+                self._ring = Ring(sampler.device, sampler.num_chains)
             try:
                 graph = self._graphs[key] = _Graph(sampler, loss, batch, self._ring)
             except Exception as error:

@@ -36,8 +36,8 @@ class AdamMemory(NamedTuple):
 
     exp_avg: Leaves
     exp_avg_sq: Leaves
-    step: tuple[int, ...]
-    """One count for each leaf, as in torch.optim.Adam."""
+    step: tuple[Any, ...]
+    """One count for each leaf, as in torch.optim.Adam: whole numbers, or in a CUDA graph 0-d tensors on the device."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Adam:
         n = len(params)
         options = zip(spread_settings(self.lr, n), spread(self.betas, n), spread(self.eps, n), strict=True)
         updates, exp_avgs, exp_avg_sqs = [], [], []
-        step = tuple(k + 1 for k in memory.step)
+        step: tuple[Any, ...] = tuple(k + 1 for k in memory.step)  # numbers, or on the device for a CUDA graph
         for g, m1, m2, k, (lr, (beta1, beta2), eps) in zip(grad, memory.exp_avg, memory.exp_avg_sq, step, options, strict=True):
             exp_avg = torch.lerp(m1, g, 1 - beta1)
             exp_avg_sq = (m2 * beta2).addcmul_(g, g, value=1 - beta2)

@@ -204,7 +204,7 @@ class Monitor:
         self._chains = () if num_chains is None else (num_chains,)
         self._steps = _BatchSums((*self._chains, len(_SERIES)), device)
         self._products = _BatchSums((*self._chains, len(self.layers)), device)
-        self._pending: list[Tensor | tuple[Info, Setting] | tuple[Tensor, int, float]] = []
+        self._pending: list[Tensor | tuple[Info, Setting] | tuple[Tensor, int, Setting]] = []
         self._pending_products: list[Tensor] = []
 
     def add(self, info: Info, scale: Setting) -> None:
@@ -215,7 +215,7 @@ class Monitor:
             self._steps.add(self._rows().sum(0))
             self._pending = []
 
-    def add_row(self, ring: Tensor, row: int, scale: float) -> None:
+    def add_row(self, ring: Tensor, row: int, scale: Setting) -> None:
         """One more step, whose numbers are in a row of a ring of 16, to be read before it comes round again."""
         self.num_steps += 1
         self._pending.append((ring, row, scale))
@@ -242,7 +242,7 @@ class Monitor:
             parts.append(_series(infos, fresh[0][1], by_chain=bool(self._chains)))
         if in_rings:
             rows = torch.stack([ring[row] for ring, row, _ in in_rings])
-            parts.append(_series(Info(*rows.T.unsqueeze(2).unbind()), in_rings[0][2]))
+            parts.append(_series(Info(*rows.unbind(1)), in_rings[0][2], by_chain=bool(self._chains)))
         return torch.cat(parts)
 
     def totals(self) -> dict[str, float]:

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from adammcmc.kernel import Info
+from adammcmc.philox import normals, wide_uniform
 
 __all__ = ["OnePass", "Settings"]
 
@@ -36,32 +37,6 @@ _WAVES = 8  # programs for each multiprocessor
 _SMALL = 1 << 20  # weights; below, one launch is faster than two with aligned loads in the first
 
 
-# --- noise ------------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _uniform(bits):
-    """A number in (0, 1] from 32 random bits."""
-    return (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-
-
-@triton.jit
-def _normals(key, index):
-    """Four N(0, 1) numbers for each index."""
-    zero = index * 0
-    a, b, c, d = tl.philox(key, index, zero, zero, zero)
-    r, s = tl.sqrt(-2.0 * tl.log(_uniform(a))), tl.sqrt(-2.0 * tl.log(_uniform(c)))
-    # the angle between -pi and pi, where sine and cosine are most exact
-    t, w = (_uniform(b) - 0.5) * 6.283185307179586, (_uniform(d) - 0.5) * 6.283185307179586
-    return r * tl.cos(t), r * tl.sin(t), s * tl.cos(w), s * tl.sin(w)
-
-
-@triton.jit
-def _wide_uniform(low, high):
-    """A float64 number in (0, 1) from 64 random bits, 52 of which count."""
-    return ((high.to(tl.float64) * 4294967296.0 + low.to(tl.float64)) / 4096.0 + 0.5) * 2.220446049250313e-16
-
-
 # --- the kernels ------------------------------------------------------------------------------------------------------------
 
 
@@ -71,13 +46,13 @@ def _prepare(key_at, settings, counts, coefficients, numbers, num_tensors, BLOCK
     key = tl.load(key_at)
     zero = tl.zeros([1], tl.uint32)
     a, b, c, d = tl.philox(key, zero, zero, zero + 1, zero)  # the third counter sets these apart from the weights' numbers
-    radius = tl.sqrt(-2.0 * tl.log(_wide_uniform(a, b)))
-    z = radius * tl.cos(6.283185307179586 * (_wide_uniform(c, d) - 0.5))
+    radius = tl.sqrt(-2.0 * tl.log(wide_uniform(a, b)))
+    z = radius * tl.cos(6.283185307179586 * (wide_uniform(c, d) - 0.5))
     a, b, c, d = tl.philox(key, zero, zero, zero + 2, zero)
     one = tl.arange(0, 1)
     tl.store(numbers + one, z)
     tl.store(numbers + 1 + one, tl.load(settings + one) * z - 1.0)  # the first setting is sigma_along
-    tl.store(numbers + 2 + one, tl.log(_wide_uniform(a, b)))
+    tl.store(numbers + 2 + one, tl.log(wide_uniform(a, b)))
     for start in range(0, num_tensors, BLOCK):
         t = start + tl.arange(0, BLOCK)
         there = t < num_tensors
@@ -139,7 +114,7 @@ def _propose(
         new1, keep2, new2 = tl.load(row + 2).to(tl.float32), tl.load(row + 3).to(tl.float32), tl.load(row + 4).to(tl.float32)
         sigma, whiten, precision = tl.load(row + 5).to(tl.float32), tl.load(row + 6), tl.load(row + 7)
         index = (tl.load(bases + t) + start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-        n0, n1, n2, n3 = _normals(key, index)
+        n0, n1, n2, n3 = normals(key, index, 0)
         noise = tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3))
         if HAS_PRIOR:
             g += p * (precision * inverse_scale).to(tl.float32)

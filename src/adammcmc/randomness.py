@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["Generators", "Randomness", "Streams", "normal", "streams", "uniform"]
+__all__ = ["Counters", "Generators", "Randomness", "Streams", "normal", "streams", "uniform"]
 
 
 class Streams(ABC):
@@ -81,14 +82,57 @@ class Generators(Streams):
             generator.set_state(one.clone())
 
 
-def streams(seeds: Sequence[int], device: torch.device) -> Randomness:
-    """Random numbers of chains with these seeds.
+class Counters(Streams):
+    """Counter-based numbers (`philox`), for a GPU: row c is a function of seed c, of the number of the call, and of the place.
 
-    On the CPU each chain has a generator of its own. On an accelerator so many generators would cost a launch each: there all
-    chains share one, seeded by the first, and the numbers of a chain depend on how many chains there are.
+    One launch fills the rows of all chains. Where the streams stand is a count on the device, so that a CUDA graph moves it on.
+    """
+
+    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+        keys = [_mixed(seed) for seed in seeds]
+        self._keys = torch.tensor([k - (1 << 64) if k >= 1 << 63 else k for k in keys], dtype=torch.int64).to(device)
+        self._draw = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        from adammcmc.philox import fill_normal
+
+        numbers = torch.empty(tuple(shape), dtype=dtype, device=device)
+        fill_normal(numbers, self._keys, self._draw.add_(1))
+        return numbers
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        from adammcmc.philox import fill_uniform
+
+        numbers = torch.empty(tuple(shape), dtype=dtype, device=device)
+        fill_uniform(numbers, self._keys, self._draw.add_(1))
+        return numbers
+
+    def get_state(self) -> Tensor:
+        return torch.cat([self._draw, self._keys]).cpu()
+
+    def set_state(self, state: Tensor) -> None:
+        self._draw.copy_(state[:1])
+        self._keys.copy_(state[1:])
+
+
+def _mixed(seed: int) -> int:
+    """64 bits in which neighbouring seeds have nothing in common (the finisher of SplitMix64)."""
+    x = (seed + 0x9E3779B97F4A7C15) % (1 << 64)
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % (1 << 64)
+    return x ^ (x >> 31)
+
+
+def streams(seeds: Sequence[int], device: torch.device) -> Randomness:
+    """Random numbers of chains with these seeds; the numbers of a chain do not depend on how many others there are.
+
+    On the CPU each chain has a generator of its own. On an accelerator so many generators would cost a launch each: there the
+    numbers are counter-based. (Without Triton all chains share one generator, seeded by the first.)
     """
     if device.type == "cpu":
         return Generators([torch.Generator().manual_seed(seed) for seed in seeds])
+    if find_spec("triton") is not None:
+        return Counters(seeds, device)
     return torch.Generator(device).manual_seed(seeds[0])
 
 

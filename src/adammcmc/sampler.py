@@ -84,6 +84,7 @@ class Sampler(torch.optim.Optimizer, ABC):
     _tunes_sigma_along: ClassVar[bool] = False
     _noise_name: ClassVar[str] = "sigma"
     _learns_preconditioner: bool = False
+    num_chains: ClassVar[int] = 1
     _own_caches: tuple[str, ...] = ()
     """Attributes of a subclass that are rebuilt when they are missing, and are not copied or pickled."""
 
@@ -296,6 +297,10 @@ class Sampler(torch.optim.Optimizer, ABC):
             return "the loss draws random numbers on the host"
         return None
 
+    def _num_evaluations(self) -> int:
+        """In a step, where only the kernel knows; 0: those of the last step."""
+        return 0
+
     def _graph_key(self) -> Hashable:
         """What is written into a graph, so that another value asks for another graph."""
         settings = [
@@ -375,7 +380,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         self.num_steps += 1
         self._clock_at = self.num_steps
         self._watch_health(lambda monitor: monitor.add_row(ring.rows, ring.last, self.target.scale), body.products)
-        return ring.rows[ring.last, 0].to(body.loss_dtype, copy=True)
+        return ring.rows[ring.last, 0, 0].to(body.loss_dtype, copy=True)
 
     def draw(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """A draw: a copy of the model's state, which no later step touches. Refused while the settings still adapt."""

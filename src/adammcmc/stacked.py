@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -23,6 +23,7 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree
 
 from adammcmc.acceptance import FullData, Test
+from adammcmc.capture import Captures, Ring
 from adammcmc.data import Batch, Examples
 from adammcmc.direction import Adam, AdamMemory
 from adammcmc.errors import NonFiniteLoss, StochasticClosure
@@ -34,10 +35,11 @@ from adammcmc.kernels import AdamMCMCKernel
 from adammcmc.kernels.arguments import SETTINGS, chain_settings, settings_by_name
 from adammcmc.kernels.exact_adam import NoisyMoments
 from adammcmc.kernels.hamiltonian import Momentum
-from adammcmc.leaves import Leaves, Setting, blocks, by_chain, spread_settings
+from adammcmc.leaves import Leaves, Setting, blocks, by_chain, same, spread_settings
 from adammcmc.packing import Packing
-from adammcmc.randomness import Randomness
+from adammcmc.randomness import Randomness, Streams
 from adammcmc.sampler import Sampler
+from adammcmc.stateful import GraphNumbers
 from adammcmc.target import Evaluation, Gaussian, Prior, Target, potential_difference
 from adammcmc.tuning import Adaptation, BurnIn, changed, check_common
 
@@ -403,6 +405,14 @@ def _equal(a: Any, b: Any) -> bool:
 # --- the sampler ----------------------------------------------------------------------------------------------------------
 
 
+class GraphBody(NamedTuple):
+    """What a captured step works on."""
+
+    kept: list[Tensor]
+    loss_dtype: torch.dtype
+    known: tuple[Leaves, Leaves] | None
+
+
 class StackedSampler:
     """All chains of a network, one transition of each at a time. What `Sampler` is to one chain.
 
@@ -426,6 +436,7 @@ class StackedSampler:
     ) -> None:
         self.prototype, self.model, self.loss, self.generator, self.examples = prototype, model, loss, generator, examples
         self.device, self.layers = prototype.device, prototype._layers
+        self._layers = self.layers
         self.num_chains = len(setups)
         self.targets = [setup.target for setup in setups]
         if not all(_equal(target.prior, self.targets[0].prior) for target in self.targets):
@@ -450,7 +461,10 @@ class StackedSampler:
         self.num_steps = 0
         self.here: Evaluation | None = None
         self.carry: Any = None
-        self._info: Info | None = None
+        self._info: Info | Callable[[], Info] | None = None
+        self._captures = Captures()
+        self._clock: Tensor | None = None
+        self._clock_at = -1
         self._monitor: Monitor | None = None
         self._sum_acceptance = torch.zeros(self.num_chains, dtype=torch.float64, device=self.device)
         self._frozen_at = torch.full((self.num_chains,), -1, dtype=torch.int64, device=self.device)
@@ -526,12 +540,12 @@ class StackedSampler:
 
         If the loss raises, the chains stay where they are, and the error goes on.
         """
+        return self._captures.step(self, _itself, batch)
+
+    def _usual_step(self, closures: Sequence[Callable[[], Batch]]) -> Tensor:
         self.check()
-        potential = StackedPotential(self, batch)
-        state = ChainState(self.params, self.memory, self.here, self.carry, self.num_steps, self._frozen_at)
-        state, info = self.kernel.step(state, potential, self.generator)
-        if potential.moved is not None and self.buffers:
-            self.buffers = self.network.buffers.select(info.is_accepted, potential.moved, self.buffers)
+        potential, state, info, buffers = self._transition(closures[0](), self.num_steps)
+        self.buffers = buffers
         self.params, self.memory, self.here, self.carry = state.params, state.memory, state.here, state.carry
         if state.frozen_at is not self._frozen_at:
             self._frozen_at = state.frozen_at
@@ -544,15 +558,109 @@ class StackedSampler:
         if self.is_adapting:
             self._adapt(potential, state, info)
         else:
-            self._watch_health(potential, state, info)
-        return cast(Tensor, info.loss)
+            known = potential.known
+            if state.here is not None and state.here.grad is not None:
+                known = (state.params, state.here.grad)
+            self._watch_health(lambda monitor: monitor.add(info, self.scale), known)
+        return info.loss
+
+    def _transition(self, batch: Batch, step: Any) -> tuple[StackedPotential, ChainState, Info, Leaves]:
+        """One step of the pure kernel: what was evaluated, the new state, what is reported, and the new buffers."""
+        potential = StackedPotential(self, batch)
+        state = ChainState(self.params, self.memory, self.here, self.carry, step, self._frozen_at)
+        state, info = self.kernel.step(state, potential, self.generator)
+        buffers = self.buffers
+        if potential.moved is not None and self.buffers:
+            buffers = self.network.buffers.select(info.is_accepted, potential.moved, self.buffers)
+        return potential, state, info, buffers
+
+    # --- the same as a CUDA graph, asked by `capture.Captures` --------------------------------------------------
+
+    _same_layout = nullcontext
+
+    def _before_step(self) -> None:
+        self.check()
+
+    def _why_not_captured(self) -> str | None:
+        if getattr(self.acceptance, "early_rejection", False):
+            return "early rejection looks at sums on the way"
+        if self.layers.draws_on_host:
+            return "the loss draws random numbers on the host"
+        if not isinstance(self.generator, Streams):
+            return "its noise needs Triton"
+        return None
+
+    def _num_evaluations(self) -> int:
+        return 1 + int(getattr(self.kernel, "num_leapfrog", 1))
+
+    def _graph_key(self) -> Any:
+        return id(self.kernel), self.layers.are_modes_as_left()
+
+    def _before_capture(self) -> None:
+        if self._clock is None:
+            self._clock = torch.zeros(1, dtype=torch.int64, device=self.device)
+        if isinstance(self.memory, AdamMemory) and isinstance(self.memory.step[0], int):
+            # bias correction must move on with the replays
+            steps = tuple(torch.full((), float(k), dtype=torch.float64, device=self.device) for k in self.memory.step)
+            self.memory = self.memory._replace(step=steps)
+
+    def _in_graph(self, closure: Callable[[], Batch], ring: Ring, numbers: GraphNumbers | None) -> GraphBody:
+        """`_transition` on memory that stays where it is."""
+        assert self._clock is not None
+        before = _tensors(self._graph_state())
+        with self.layers.captured(numbers):
+            potential, state, info, buffers = self._transition(closure(), self._clock)
+        fresh = _tensors((state.params, state.memory, state.here, state.carry, buffers, state.frozen_at))
+        known = potential.known
+        if known is not None and state.here is None:
+            known = (tuple(x.clone() for x in known[0]), known[1])  # where the gradient is of, before the chains move on
+        torch._foreach_copy_(before, fresh)
+        self._clock.add_(1)
+        self._sum_acceptance += info.acceptance_rate
+        self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
+        ring.write(info)
+        return GraphBody(before, info.loss.dtype, known)
+
+    def _graph_state(self) -> Any:
+        return self.params, self.memory, self.here, self.carry, self.buffers, self._frozen_at
+
+    def _knows_where_it_is(self) -> bool:
+        needs_here = self.fixed_data and self.here is None
+        return not needs_here and not (isinstance(self.acceptance, FullData) and self.examples and self.carry is None)
+
+    def _after_capture(self, body: GraphBody) -> None:
+        pass
+
+    def _before_replay(self, body: GraphBody) -> None:
+        """What usual steps in between left elsewhere goes to the places that the graph knows."""
+        self._before_capture()
+        state = self._graph_state()
+        now = _tensors(state)
+        if not same(now, body.kept):
+            torch._foreach_copy_(body.kept, now)
+            places = iter(body.kept)
+            state = _pytree.tree_map_only(Tensor, lambda _: next(places), state)
+            self.params, self.memory, self.here, self.carry, self.buffers, self._frozen_at = state
+        if self._clock_at != self.num_steps:
+            assert self._clock is not None
+            self._clock.fill_(self.num_steps)
+
+    def _after_replay(self, body: GraphBody, ring: Ring) -> Tensor:
+        self._info = ring.info
+        self.num_steps += 1
+        self._clock_at = self.num_steps
+        known = body.known
+        if self.here is not None and self.here.grad is not None:
+            known = (self.params, self.here.grad)
+        self._watch_health(lambda monitor: monitor.add_row(ring.rows, ring.last, self.scale), known)
+        return ring.rows[ring.last, 0].to(body.loss_dtype, copy=True)
 
     @property
     def info(self) -> Info:
         """The last step in numbers, one for each chain."""
         if self._info is None:
             raise RuntimeError("no step was taken yet: there is nothing to report.")
-        return self._info
+        return self._info() if callable(self._info) else self._info
 
     @property
     def acceptance(self) -> Test:
@@ -640,15 +748,12 @@ class StackedSampler:
         state = self.prototype.health_state()
         return Monitor(self.device, state["layers"], state["sizes"], self.num_chains)
 
-    def _watch_health(self, potential: StackedPotential, state: ChainState, info: Info) -> None:
+    def _watch_health(self, add: Callable[[Monitor], None], known: tuple[Leaves, Leaves] | None) -> None:
         if self._monitor is None:
             self._monitor = self._new_monitor()
-        self._monitor.add(info, self.scale)
-        if self._monitor.num_steps % 10 != 1:
-            return
-        leaves, grads = potential.known or (None, None) if state.here is None else (state.params, state.here.grad)
-        if leaves is not None and grads is not None:
-            params, grad = self.network.params.views(leaves), self.network.params.views(grads)
+        add(self._monitor)
+        if self._monitor.num_steps % 10 == 1 and known is not None:
+            params, grad = (self.network.params.views(leaves) for leaves in known)
             products = torch.stack([(params[name] * grad[name]).flatten(1).sum(1).double() for name in params], 1)
             self._monitor.add_products(products * by_chain(self.scale, products))
 
@@ -689,7 +794,7 @@ class StackedSampler:
             "num_chains": self.num_chains,
             "params": list(self.params),
             "buffers": list(self.buffers),
-            "memory": None if self.memory is None else tuple(self.memory),
+            "memory": None if self.memory is None else _plain(self.memory),
             "settings": _settings_state(self.kernel),
             "preconditioner": _diagonal(self.kernel),
             "generator": self.generator.get_state(),
@@ -790,6 +895,21 @@ def _joined_memory(memories: Sequence[Any], params: Leaves) -> Any:
         raise CannotStack("the moments of Adam have another age in some chains")
     exp_avg, exp_avg_sq = (tuple(torch.cat([memory[i][k] for memory in memories]) for k in range(len(params))) for i in (0, 1))
     return AdamMemory(exp_avg, exp_avg_sq, first.step)
+
+
+def _plain(memory: Any) -> tuple[Any, ...]:
+    """The fields of a memory; counts that a graph moves on, on the device, as numbers."""
+    if isinstance(memory, AdamMemory):
+        memory = memory._replace(step=tuple(int(k) for k in memory.step))
+    return tuple(memory)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in _pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _itself(batch: Batch) -> Batch:
+    return batch
 
 
 def _remembered(kernel: Any, fields: Sequence[Any]) -> Any:

@@ -181,11 +181,11 @@ class Layers:
         """Whether the loss uses random numbers of the CPU, which no graph can replay."""
         return self._seen is not None and self._seen.draws_on_host
 
-    def graph_numbers(self, graph: torch.cuda.CUDAGraph) -> GraphNumbers | None:
-        """The random numbers of a step like the last one, for capture; None if there are none."""
+    def graph_numbers(self, graph: torch.cuda.CUDAGraph, most: int = 0) -> GraphNumbers | None:
+        """The random numbers of a step like the last one, for capture; None if there are none. `most`: evaluations at least."""
         if self._seen is None or not self._seen.draws_numbers:
             return None
-        return GraphNumbers(graph, self._device, self._num_evaluations)
+        return GraphNumbers(graph, self._device, max(self._num_evaluations, most))
 
     @contextmanager
     def captured(self, numbers: GraphNumbers | None) -> Iterator[None]:
@@ -252,6 +252,13 @@ class Layers:
         """The same random numbers in all evaluations that share this list, which is empty before the first."""
         if not self.draws_numbers:
             yield
+            return
+        if self._is_captured:
+            assert self._graph_numbers is not None
+            number = len(numbers)
+            numbers.append(torch.empty(0))  # one more evaluation
+            with self._graph_numbers.evaluation(number):
+                yield
             return
         if not numbers:
             numbers.extend(_random_state(self._device))
