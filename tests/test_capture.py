@@ -345,7 +345,7 @@ def test_stacked_chains_are_captured_too(name: str, layers: str, monkeypatch: py
         with monkeypatch.context() as patch:
             patch.setattr(Captures, "step", step)
             posterior = sample(network(layers), (inputs, targets), F.cross_entropy, sampler=factories[name], **options)
-        return [list(draw.values()) for draw in posterior.draws()], max(len(c._graphs) for c in seen)
+        return [list(draw.values()) for draw in posterior], max(len(c._graphs) for c in seen)
 
     graphs, count = draws()
     assert count > 0, "nothing was captured"
