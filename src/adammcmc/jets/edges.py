@@ -580,6 +580,11 @@ def _num_programs(device: torch.device, column_blocks: int) -> int:
     return max(1, 4 * _multiprocessors(device) // column_blocks)
 
 
+def _at_once(device: torch.device) -> int:
+    """Stretches that are joined at once: a few rounds of loads, each of which takes its time."""
+    return 512 if device.type == "cuda" else 2
+
+
 def _stored(y: Tensor) -> _Edges:
     return _Edges(y, y, y, y.stride(0), 0, y.shape[1], False)
 
@@ -601,7 +606,7 @@ def _statistics_of(edges: _Edges, norm: _Norm, layout: Layout, slots: int, multi
     )  # fmt: skip
     _finish_statistics[(triton.cdiv(channels, 8),)](
         partial, programs, stats, norm.mean, norm.var, norm.tracked, norm.momentum, norm.eps,
-        C=channels, BP=512 if device.type == "cuda" else 2, BC=8, num_warps=8,
+        C=channels, BP=_at_once(device), BC=8, num_warps=8,
     )  # fmt: skip
     return _Stats(stats[0], stats[1], False, norm.eps)
 
@@ -638,9 +643,7 @@ def _sums_of(
         C=channels, YS=edges.y_stride, TS=edges.y_stride, PS=edges.places_stride, K=slots, MULT=multiple, GATHER=edges.gather,
         RELU=relu, EVAL=stats.is_eval, MEAN=out is not None, BR=rows, BC=columns, num_warps=warps,
     )  # fmt: skip
-    _finish_sums[(triton.cdiv(channels, 8),)](
-        partial, programs, sums, C=channels, BP=512 if device.type == "cuda" else 2, BC=8, num_warps=8
-    )
+    _finish_sums[(triton.cdiv(channels, 8),)](partial, programs, sums, C=channels, BP=_at_once(device), BC=8, num_warps=8)
     return sums
 
 
@@ -833,7 +836,7 @@ def outside_of_graphs(function: Callable[[Cloud], Tensor], cloud: Cloud) -> Tens
 
 def norm_rows(x: Tensor, bn: nn.Module, layout: Layout) -> Tensor:
     """BatchNorm over the real rows of (rows, channels); zeros behind them."""
-    out: Tensor = _NormRows.apply(x, bn.weight, bn.bias, _Norm.of(bn), layout)  # type: ignore[no-untyped-call]
+    out: Tensor = _NormRows.apply(x, bn.weight, bn.bias, _Norm.of(bn), layout)
     return out
 
 
@@ -865,7 +868,7 @@ def edge_block(
     if places.stride(1) != 1:
         places = places.contiguous()
     with torch.autocast(x.device.type, enabled=False):
-        out: Tensor = _Block.apply(x, places, every, shortcut is not None, layout, dtype, *params)  # type: ignore[no-untyped-call]
+        out: Tensor = _Block.apply(x, places, every, shortcut is not None, layout, dtype, *params)
     return out
 
 
@@ -886,5 +889,5 @@ def nearest_places(x: Tensor, layout: Layout, k: int) -> Tensor:
 
 def mean_of_jets(x: Tensor, layout: Layout) -> Tensor:
     """The mean of each jet's rows, (jets, channels), in float32; zeros for a jet without any."""
-    out: Tensor = _MeanOfJets.apply(x.contiguous(), layout)  # type: ignore[no-untyped-call]
+    out: Tensor = _MeanOfJets.apply(x.contiguous(), layout)
     return out

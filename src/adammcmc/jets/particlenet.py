@@ -110,8 +110,8 @@ class EdgeConv(nn.Module):
         if layout is not None:
             from adammcmc.jets import edges as kernels
 
-            shortcut = None if self.sc is None else (self.sc, self.sc_bn)
-            return kernels.edge_block(x, neighbours, layout, _compute_dtype(x), [*self.convs], [*self.bns], shortcut)
+            its_shortcut = None if self.sc is None else (self.sc, self.sc_bn)
+            return kernels.edge_block(x, neighbours, layout, _compute_dtype(x), [*self.convs], [*self.bns], its_shortcut)
         rows, k = neighbours.shape
         real_edges = None if real is None else real.expand(rows, k).reshape(-1, 1)
         own, other = _weight(self.convs[0]).chunk(2, 1)
@@ -235,9 +235,9 @@ class ParticleNet(nn.Module):
         real = None
         # whether there are rows behind the particles is not asked of a GPU: there BatchNorm always weighs its rows
         if cloud.counts.device.type == "cpu" and not torch.compiler.is_compiling():
-            total = int(cloud.counts.sum())
-            cloud = Cloud(cloud.counts, cloud.points[:total], cloud.features[:total], cloud.neighbours[:total])
-            where = Rows.of(cloud.counts, total)
+            rows = int(cloud.counts.sum())
+            cloud = Cloud(cloud.counts, cloud.points[:rows], cloud.features[:rows], cloud.neighbours[:rows])
+            where = Rows.of(cloud.counts, rows)
         else:
             where = Rows.of(cloud.counts, len(cloud.points))
             real = where.real.unsqueeze(1)
