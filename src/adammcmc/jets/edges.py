@@ -345,7 +345,7 @@ def _apply_backward(
 
 @triton.jit(do_not_specialize=["all_rows", "jets"])
 def _scatter(
-    y, there, places, start, counts, ends, total_at, dz, out, mean_at, spread_at, weight_at, bias_at, sums, dp, all_rows, jets,
+    y, there, places, counts, ends, total_at, dz, out, mean_at, spread_at, weight_at, bias_at, sums, dp, all_rows, jets,
     eps, C: tl.constexpr, YS: tl.constexpr, TS: tl.constexpr, PS: tl.constexpr, DS: tl.constexpr, K: tl.constexpr,
     EVAL: tl.constexpr, MEAN: tl.constexpr, WIDE: tl.constexpr, PLACES: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -357,7 +357,12 @@ def _scatter(
     place_of = tl.arange(0, PLACES)
     if jet < jets:
         count = tl.load(counts + jet).to(tl.int32)
-        begin = tl.load(ends + jet).to(tl.int32) - count
+        begin = (tl.load(ends + jet) - count).to(tl.int64)
+        # from here on rows are counted from the jet's first: 32 bits are enough
+        own_at, other_at, places_at, dp_at = y + begin * YS, there + begin * TS, places + begin * PS, dp + begin * DS
+        dz_at, out_at = dz + begin * C, out + begin * C
+        if not MEAN:
+            dz_at = dz + begin * (K * C)
         mean, inverse = _moments(mean_at, spread_at, eps, c, has, EVAL)
         scale = inverse * tl.load(weight_at + c, mask=has, other=0.0).to(tl.float32)
         bias = tl.load(bias_at + c, mask=has, other=0.0).to(tl.float32)
@@ -366,29 +371,28 @@ def _scatter(
         second = tl.load(sums + C + c, mask=has, other=0.0) / number * inverse
         arrived = tl.zeros([PLACES, BC], tl.float32)
         for low in range(0, count, BR):
-            rank = low + tl.arange(0, BR)
-            ok = rank < count
-            row = (begin + rank).to(tl.int64)
-            own, base = _row_wise(y, start, row, ok, c, has, YS, True)
-            shared = _shared(dz, out, row, ok, c, has, K, C, MEAN)
+            row = low + tl.arange(0, BR)
+            ok = row < count
+            own = tl.load(own_at + (row * YS)[:, None] + c[None, :], mask=ok[:, None] & has[None, :], other=0.0).to(tl.float32)
+            shared = _shared(dz_at, out_at, row, ok, c, has, K, C, MEAN)
             left = tl.zeros([BR, BC], tl.float32)
-            for slot in tl.static_range(K):
-                off = _read(y, own, there, places, base, row, slot, ok, c, has, YS, TS, PS, K, True) - mean[None, :]
-                g = _gradient(dz, out, shared, row, slot, ok, c, has, K, C, MEAN)
+            for slot in range(K):
+                off = _read(y, own, other_at, places_at, 0, row, slot, ok, c, has, YS, TS, PS, K, True) - mean[None, :]
+                g = _gradient(dz_at, out_at, shared, row, slot, ok, c, has, K, C, MEAN)
                 g = tl.where(off * scale[None, :] + bias[None, :] > 0, g, 0.0)
                 if not EVAL:
                     g = g - first[None, :] - off * second[None, :]
                 g = tl.where(ok[:, None], g * scale[None, :], 0.0)
                 left += g
-                place = tl.load(places + row * PS + slot, mask=ok, other=_NOBODY).to(tl.int32)
+                place = tl.load(places_at + row * PS + slot, mask=ok, other=_NOBODY).to(tl.int32)
                 ends_at = place_of[:, None] == place[None, :]
                 if WIDE:
                     arrived = tl.dot(ends_at.to(tl.float32), g, arrived, input_precision="ieee")
                 else:
                     arrived = tl.dot(ends_at.to(dp.dtype.element_ty), g.to(dp.dtype.element_ty), arrived)
-            at = dp + (row * DS)[:, None] + c[None, :]
+            at = dp_at + (row * DS)[:, None] + c[None, :]
             tl.store(at, left.to(dp.dtype.element_ty), mask=ok[:, None] & has[None, :])
-        arrived_at = dp + C + ((begin + place_of).to(tl.int64) * DS)[:, None] + c[None, :]
+        arrived_at = dp_at + C + (place_of * DS)[:, None] + c[None, :]
         # the last of 256 places stands for nobody, and is no particle's
         tl.store(arrived_at, arrived.to(dp.dtype.element_ty), mask=(place_of < count)[:, None] & has[None, :])
     else:
@@ -792,10 +796,10 @@ def _scattered(
     places = max(16, triton.next_power_of_2(layout.width))
     columns = int(max(16, min(64, triton.next_power_of_2(channels))))
     _scatter[(jets + triton.cdiv(all_rows, places), triton.cdiv(channels, columns))](
-        edges.y, edges.there, edges.places, layout.start, layout.counts, layout.ends, layout.total, dz,
+        edges.y, edges.there, edges.places, layout.counts, layout.ends, layout.total, dz,
         dz if out is None else out, stats.mean, stats.spread, weight, bias, sums, dp, all_rows, jets, stats.eps,
         C=channels, YS=edges.y_stride, TS=edges.y_stride, PS=edges.places_stride, DS=dp.stride(0), K=k, EVAL=stats.is_eval,
-        MEAN=out is not None, WIDE=_is_wide(dp), PLACES=places, BR=32, BC=columns, num_warps=4 if places <= 128 else 8,
+        MEAN=out is not None, WIDE=_is_wide(dp), PLACES=places, BR=32, BC=columns, num_warps=4 if places <= 128 else 8, num_stages=2,
     )  # fmt: skip
 
 
