@@ -426,7 +426,7 @@ def _nearest(
         product = tl.zeros([BR, PLACES], tl.float32)
         a2 = tl.zeros([BR], tl.float32)
         b2 = tl.zeros([PLACES], tl.float32)
-        for low in tl.static_range(0, C, BC):
+        for low in range(0, C, BC):
             c = low + tl.arange(0, BC)
             has = c < C
             a = tl.load(row_at + c[None, :], mask=is_row[:, None] & has[None, :], other=0.0)
@@ -799,7 +799,8 @@ def _scattered(
         edges.y, edges.there, edges.places, layout.counts, layout.ends, layout.total, dz,
         dz if out is None else out, stats.mean, stats.spread, weight, bias, sums, dp, all_rows, jets, stats.eps,
         C=channels, YS=edges.y_stride, TS=edges.y_stride, PS=edges.places_stride, DS=dp.stride(0), K=k, EVAL=stats.is_eval,
-        MEAN=out is not None, WIDE=_is_wide(dp), PLACES=places, BR=32, BC=columns, num_warps=4 if places <= 128 else 8, num_stages=2,
+        MEAN=out is not None, WIDE=_is_wide(dp), PLACES=places, BR=32, BC=columns,
+        num_warps=4 if places <= 128 else 8, num_stages=2,
     )  # fmt: skip
 
 
@@ -882,7 +883,7 @@ def nearest_places(x: Tensor, layout: Layout, k: int) -> Tensor:
     out = torch.full((len(x), k), NOBODY, dtype=torch.uint8, device=x.device)
     places = max(16, triton.next_power_of_2(layout.width))
     channels = x.shape[1]
-    columns = int(max(16, min(64, triton.next_power_of_2(channels))))
+    columns = int(max(16, min(16 if _is_wide(x) else 64, triton.next_power_of_2(channels))))  # float32 takes registers
     rows = 32 if places <= 128 else 16
     _nearest[(len(layout.counts), triton.cdiv(layout.width, rows))](
         x, layout.counts, layout.ends, out, C=channels, XS=x.stride(0), K=k, WIDE=_is_wide(x), PLACES=places, BR=rows,

@@ -93,8 +93,8 @@ class JetData(Indexed):
         labels: (jets,) classes; None takes the kinds: 0 is QCD, 1 is top.
         num_neighbours: of the first graph; the network's k.
         max_particles: of a jet, the hardest.
-        capacity: rows of a batch that comes by `next`, see `Cloud.padded`: all have one shape, as a CUDA graph needs it. "auto" is
-            enough for nearly any: 8 standard deviations above the mean. A batch that does not fit comes without padding.
+        capacity: rows of a batch that comes by `next`, see `Cloud.padded`: all have one shape, as a CUDA graph needs it. "auto"
+            is enough for nearly any: 8 standard deviations above the mean. A batch that does not fit comes without padding.
 
     Example:
         >>> from adammcmc.jets import bundled, read_jets
@@ -159,15 +159,17 @@ class JetData(Indexed):
             parts: list[Any] = [tensor.index_select(0, rows) for tensor in self._cloud[1:]]
             return Cloud(counts, *parts), self._labels[chosen]
         nothing, rows = ~where.real.unsqueeze(1), rows.clamp_max(len(self._cloud.points) - 1)
-        parts = [tensor.index_select(0, rows).masked_fill(nothing, 0) for tensor in self._cloud[1:3]]
-        neighbours = self._cloud.neighbours.index_select(0, rows).masked_fill(nothing, NOBODY)
-        return Cloud(counts, *parts, neighbours), self._labels[chosen]
+        parts = [
+            tensor.index_select(0, rows).masked_fill(nothing, empty)
+            for tensor, empty in zip(self._cloud[1:], (0, 0, NOBODY), strict=True)
+        ]
+        return Cloud(counts, *parts), self._labels[chosen]
 
 
 def _enough(counts: Tensor, batch_size: int) -> int:
     """Rows for a batch of so many jets: the mean of their particles' number and 8 standard deviations, but never more than the
     largest jets have; a multiple of 16, which products of matrices like."""
-    size = counts.double()
-    likely = math.ceil(batch_size * float(size.mean()) + 8 * (batch_size * float(size.var(correction=0))) ** 0.5)
+    mean, variance = float(counts.double().mean()), float(counts.double().var(correction=0))
+    likely = math.ceil(batch_size * mean + 8 * math.sqrt(batch_size * variance))
     most = int(counts.sort(descending=True).values[:batch_size].sum())
     return -(-max(1, min(likely, most)) // 16) * 16
