@@ -573,7 +573,7 @@ def _tile(channels: int, slots: int, device: torch.device) -> tuple[int, int, in
     """Rows and columns that a program works on at once, and its warps."""
     columns = _columns(channels)
     if device.type != "cuda":  # under the interpreter: small, so that the loops are seen to work
-        return max(1, 128 // columns), columns, 4
+        return max(1, 512 // columns), columns, 4
     # one slot: 32 numbers for each thread; many slots are unrolled, and 16 for each thread is enough
     return (8192 // columns, columns, 8) if slots == 1 else (max(1, 2048 // columns), columns, 4)
 
