@@ -104,9 +104,11 @@ def _shared(dz, out, row, ok, c, has, K: tl.constexpr, C: tl.constexpr, MEAN: tl
 
 
 @triton.jit
-def _lay_out(counts, ends, start, BLOCK: tl.constexpr):
-    """For each particle, the row where its jet begins."""
+def _lay_out(counts, ends, start, total, BLOCK: tl.constexpr):
+    """For each particle, the row where its jet begins; and the number of all."""
     jet = tl.program_id(0)
+    if jet == tl.num_programs(0) - 1:
+        tl.store(total, tl.load(ends + jet))
     count = tl.load(counts + jet).to(tl.int32)
     first = tl.load(ends + jet).to(tl.int32) - count
     for i in range(0, count, BLOCK):
@@ -514,8 +516,9 @@ class Layout(NamedTuple):
         counts = counts.long()
         ends = counts.cumsum(0)
         start = torch.empty(rows, dtype=torch.int32, device=counts.device)
-        _lay_out[(len(counts),)](counts, ends, start, BLOCK=128)
-        return Layout(counts, ends, start, ends[-1:], width)
+        total = torch.empty(1, dtype=torch.int64, device=counts.device)
+        _lay_out[(len(counts),)](counts, ends, start, total, BLOCK=128)
+        return Layout(counts, ends, start, total, width)
 
 
 class _Norm(NamedTuple):
