@@ -296,7 +296,7 @@ def _reduce(
     tl.store(at + programs * C, tl.sum(second, 0), mask=has)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def _finish_sums(partial, programs, sums, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
     """Join them: the gradients of bias and weight."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -315,11 +315,12 @@ def _finish_sums(partial, programs, sums, C: tl.constexpr, BP: tl.constexpr, BC:
 
 @triton.jit(do_not_specialize=["all_rows"])
 def _apply_backward(
-    y, there, places, start, total_at, dz, out, mean_at, spread_at, weight_at, bias_at, sums, dy, all_rows, eps,
+    y, there, places, start, total_at, dz, out, mean_at, spread_at, weight_at, bias_at, sums, partial, dy, all_rows, eps,
     C: tl.constexpr, YS: tl.constexpr, TS: tl.constexpr, PS: tl.constexpr, DS: tl.constexpr, K: tl.constexpr,
     MULT: tl.constexpr, RELU: tl.constexpr, EVAL: tl.constexpr, MEAN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """dy of stored y; zeros behind the real rows. `dy` may be `dz`."""
+    """dy of stored y; zeros behind the real rows. `dy` may be `dz`. In evaluation mode dy does not need the sums of g and
+    g xhat: they are taken on the way."""
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     has = c < C
     row = tl.program_id(0) * BR + tl.arange(0, BR)
@@ -331,24 +332,35 @@ def _apply_backward(
     scale = inverse * tl.load(weight_at + c, mask=has, other=0.0).to(tl.float32)
     bias = tl.load(bias_at + c, mask=has, other=0.0).to(tl.float32)
     number = tl.maximum(rows.to(tl.float32) * K, 1.0)
-    first = tl.load(sums + c, mask=has, other=0.0) / number
-    second = tl.load(sums + C + c, mask=has, other=0.0) / number * inverse
+    if EVAL:
+        first_sum = tl.zeros([BR, BC], tl.float32)
+        second_sum = tl.zeros([BR, BC], tl.float32)
+    else:
+        first = tl.load(sums + c, mask=has, other=0.0) / number
+        second = tl.load(sums + C + c, mask=has, other=0.0) / number * inverse
     shared = _shared(dz, out, row, ok, c, has, K, C, MEAN)
     for slot in tl.static_range(K):
         off = _read(y, row, there, places, row, row, slot, ok, c, has, YS, TS, PS, K, False) - mean[None, :]
         g = _gradient(dz, out, shared, row, slot, ok, c, has, K, C, MEAN)
         if RELU:
             g = tl.where(off * scale[None, :] + bias[None, :] > 0, g, 0.0)
-        if not EVAL:
+        if EVAL:
+            first_sum += g
+            second_sum += g * off
+        else:
             g = g - first[None, :] - off * second[None, :]
         g = tl.where(ok[:, None], g * scale[None, :], 0.0)
         tl.store(dy + ((row * K + slot) * DS)[:, None] + c[None, :], g.to(dy.dtype.element_ty), mask=inside)
+    if EVAL:
+        at = partial + tl.program_id(0) * C + c
+        tl.store(at, tl.sum(first_sum, 0), mask=has)
+        tl.store(at + tl.num_programs(0) * C, tl.sum(second_sum, 0) * inverse, mask=has)
 
 
 @triton.jit(do_not_specialize=["all_rows", "jets"])
 def _scatter(
-    y, there, places, counts, ends, total_at, dz, out, mean_at, spread_at, weight_at, bias_at, sums, dp, all_rows, jets,
-    eps, C: tl.constexpr, YS: tl.constexpr, TS: tl.constexpr, PS: tl.constexpr, DS: tl.constexpr, K: tl.constexpr,
+    y, there, places, counts, ends, total_at, dz, out, mean_at, spread_at, weight_at, bias_at, sums, partial, dp, all_rows,
+    jets, eps, C: tl.constexpr, YS: tl.constexpr, TS: tl.constexpr, PS: tl.constexpr, DS: tl.constexpr, K: tl.constexpr,
     EVAL: tl.constexpr, MEAN: tl.constexpr, WIDE: tl.constexpr, PLACES: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """dy of the first layer, summed over the edges that leave i (into columns 0 ... C) and that end at j (C ... 2 C)."""
@@ -369,8 +381,12 @@ def _scatter(
         scale = inverse * tl.load(weight_at + c, mask=has, other=0.0).to(tl.float32)
         bias = tl.load(bias_at + c, mask=has, other=0.0).to(tl.float32)
         number = tl.maximum(total.to(tl.float32) * K, 1.0)
-        first = tl.load(sums + c, mask=has, other=0.0) / number
-        second = tl.load(sums + C + c, mask=has, other=0.0) / number * inverse
+        if EVAL:
+            first_sum = tl.zeros([BR, BC], tl.float32)
+            second_sum = tl.zeros([BR, BC], tl.float32)
+        else:
+            first = tl.load(sums + c, mask=has, other=0.0) / number
+            second = tl.load(sums + C + c, mask=has, other=0.0) / number * inverse
         arrived = tl.zeros([PLACES, BC], tl.float32)
         for low in range(0, count, BR):
             row = low + tl.arange(0, BR)
@@ -382,9 +398,10 @@ def _scatter(
                 off = _read(y, own, other_at, places_at, 0, row, slot, ok, c, has, YS, TS, PS, K, True) - mean[None, :]
                 g = _gradient(dz_at, out_at, shared, row, slot, ok, c, has, K, C, MEAN)
                 g = tl.where(off * scale[None, :] + bias[None, :] > 0, g, 0.0)
-                if not EVAL:
-                    g = g - first[None, :] - off * second[None, :]
-                g = tl.where(ok[:, None], g * scale[None, :], 0.0)
+                if EVAL:
+                    second_sum += g * off
+                else:
+                    g = tl.where(ok[:, None], g - first[None, :] - off * second[None, :], 0.0)
                 left += g
                 place = tl.load(places_at + row * PS + slot, mask=ok, other=_NOBODY).to(tl.int32)
                 ends_at = place_of[:, None] == place[None, :]
@@ -393,10 +410,17 @@ def _scatter(
                 else:
                     arrived = tl.dot(ends_at.to(dp.dtype.element_ty), g.to(dp.dtype.element_ty), arrived)
             at = dp_at + (row * DS)[:, None] + c[None, :]
-            tl.store(at, left.to(dp.dtype.element_ty), mask=ok[:, None] & has[None, :])
+            tl.store(at, (left * scale[None, :]).to(dp.dtype.element_ty), mask=ok[:, None] & has[None, :])
+            if EVAL:
+                first_sum += left
         arrived_at = dp_at + C + (place_of * DS)[:, None] + c[None, :]
         # the last of 256 places stands for nobody, and is no particle's
+        arrived = arrived * scale[None, :]
         tl.store(arrived_at, arrived.to(dp.dtype.element_ty), mask=(place_of < count)[:, None] & has[None, :])
+        if EVAL:
+            sums_at = partial + jet * C + c
+            tl.store(sums_at, tl.sum(first_sum, 0), mask=has)
+            tl.store(sums_at + jets * C, tl.sum(second_sum, 0) * inverse, mask=has)
     else:
         empty = (jet - jets) * PLACES + place_of
         mask = ((empty >= total) & (empty < all_rows))[:, None] & has[None, :]
@@ -643,30 +667,45 @@ def _sums_of(
     blocks = triton.cdiv(channels, columns)
     programs = _num_programs(device, blocks)
     partial = torch.empty(2, programs, channels, device=device)
-    sums = torch.empty(2, channels, device=device)
     _reduce[(programs, blocks)](
         edges.y, edges.there, edges.places, layout.start, layout.total, dz, dz if out is None else out,
         stats.mean, stats.spread, weight, bias, partial, stats.eps,
         C=channels, YS=edges.y_stride, TS=edges.y_stride, PS=edges.places_stride, K=slots, MULT=multiple, GATHER=edges.gather,
         RELU=relu, EVAL=stats.is_eval, MEAN=out is not None, BR=rows, BC=columns, num_warps=warps,
     )  # fmt: skip
-    _finish_sums[(triton.cdiv(channels, 8),)](partial, programs, sums, C=channels, BP=_at_once(device), BC=8, num_warps=8)
+    return _finished(partial)
+
+
+def _finished(partial: Tensor) -> Tensor:
+    """Sums of stretches, (2, stretches, channels), joined: (2, channels)."""
+    _, stretches, channels = partial.shape
+    sums = torch.empty(2, channels, device=partial.device)
+    _finish_sums[(triton.cdiv(channels, 8),)](
+        partial, stretches, sums, C=channels, BP=_at_once(partial.device), BC=8, num_warps=8
+    )
     return sums
 
 
-def _applied_backward(
+def _norm_backward(
     edges: _Edges, stats: _Stats, weight: Tensor, bias: Tensor, layout: Layout, slots: int, multiple: int, relu: bool,
-    dz: Tensor, out: Tensor | None, sums: Tensor, dy: Tensor,
-) -> None:  # fmt: skip
+    dz: Tensor, out: Tensor | None, dy: Tensor,
+) -> Tensor:  # fmt: skip
+    """Writes dy; returns the sums, see `_sums_of`."""
     channels = edges.channels
     all_rows = len(edges.y) // slots
     rows, columns, warps = _tile(channels, slots, edges.y.device)
-    _apply_backward[(triton.cdiv(all_rows, rows), triton.cdiv(channels, columns))](
+    stretches = triton.cdiv(all_rows, rows)
+    if stats.is_eval:
+        sums = partial = torch.empty(2, stretches, channels, device=dy.device)
+    else:
+        sums = partial = _sums_of(edges, stats, weight, bias, layout, slots, multiple, relu, dz, out)
+    _apply_backward[(stretches, triton.cdiv(channels, columns))](
         edges.y, edges.there, edges.places, layout.start, layout.total, dz, dz if out is None else out,
-        stats.mean, stats.spread, weight, bias, sums, dy, all_rows, stats.eps,
+        stats.mean, stats.spread, weight, bias, sums, partial, dy, all_rows, stats.eps,
         C=channels, YS=edges.y_stride, TS=0, PS=0, DS=dy.stride(0), K=slots, MULT=multiple, RELU=relu, EVAL=stats.is_eval,
         MEAN=out is not None, BR=rows, BC=columns, num_warps=warps,
     )  # fmt: skip
+    return _finished(partial) if stats.is_eval else sums
 
 
 class _NormRows(torch.autograd.Function):
@@ -683,11 +722,11 @@ class _NormRows(torch.autograd.Function):
         x, weight, bias = ctx.saved_tensors
         stats, layout = ctx.more
         grad = grads[0].contiguous()
-        sums = _sums_of(_stored(x), stats, weight, bias, layout, 1, 1, False, grad, None)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = torch.empty_like(x)
-            _applied_backward(_stored(x), stats, weight, bias, layout, 1, 1, False, grad, None, sums, dx)
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        if dx is None:
+            sums = _sums_of(_stored(x), stats, weight, bias, layout, 1, 1, False, grad, None)
+        else:
+            sums = _norm_backward(_stored(x), stats, weight, bias, layout, 1, 1, False, grad, None, dx)
         return dx, sums[1].to(weight.dtype), sums[0].to(bias.dtype), None, None
 
 
@@ -756,8 +795,7 @@ class _Block(torch.autograd.Function):
         d_short: list[Tensor] = []
         if short_stats is not None:
             short, (s_weight, s_bias) = _stored(p[:, 2 * half :]), params[3 * depth + 1 :]
-            sums = _sums_of(short, short_stats, s_weight, s_bias, layout, 1, 1, False, dz, out)
-            _applied_backward(short, short_stats, s_weight, s_bias, layout, 1, 1, False, dz, out, sums, dp[:, 2 * half :])
+            sums = _norm_backward(short, short_stats, s_weight, s_bias, layout, 1, 1, False, dz, out, dp[:, 2 * half :])
             d_short = [sums[1].to(s_weight.dtype), sums[0].to(s_bias.dtype)]
         upper = dz
         for i in reversed(range(depth)):
@@ -765,13 +803,14 @@ class _Block(torch.autograd.Function):
             behind = seen if is_last else None
             edges = _from_rows(p, half, places) if i == 0 else _stored(kept[2 * i - 1])
             slots, multiple = (k, 1) if i == 0 or is_last else (1, k)
-            sums = _sums_of(edges, stats[i], weights[i], biases[i], layout, slots, multiple, True, dz, behind)
+            if i == 0:
+                sums = _scattered(edges, stats[0], weights[0], biases[0], layout, k, dz, behind, dp)
+            else:
+                dy = torch.empty_like(edges.y) if is_last else dz  # in place: dz is ours, and not needed again
+                sums = _norm_backward(edges, stats[i], weights[i], biases[i], layout, slots, multiple, True, dz, behind, dy)
             d_weights[i], d_biases[i] = sums[1].to(weights[i].dtype), sums[0].to(biases[i].dtype)
             if i == 0:
-                _scattered(edges, stats[0], weights[0], biases[0], layout, k, dz, behind, sums, dp)
                 break
-            dy = torch.empty_like(edges.y) if is_last else dz  # in place: dz is ours, and not needed again
-            _applied_backward(edges, stats[i], weights[i], biases[i], layout, slots, multiple, True, dz, behind, sums, dy)
             d_matrices[i] = (dy.t() @ kept[2 * i - 2]).to(params[i].dtype).view_as(params[i])
             dz = dy @ matrices[i]
         d_joint = (dp.t() @ narrow).to(params[0].dtype)
@@ -793,18 +832,24 @@ def _from_rows(p: Tensor, half: int, places: Tensor) -> _Edges:
 
 def _scattered(
     edges: _Edges, stats: _Stats, weight: Tensor, bias: Tensor, layout: Layout, k: int, dz: Tensor, out: Tensor | None,
-    sums: Tensor, dp: Tensor,
-) -> None:  # fmt: skip
+    dp: Tensor,
+) -> Tensor:  # fmt: skip
+    """Writes the gradients of p; returns the sums, see `_sums_of`."""
     channels, jets, all_rows = edges.channels, len(layout.counts), len(edges.y)
     places = max(16, triton.next_power_of_2(layout.width))
     columns = int(max(16, min(64, triton.next_power_of_2(channels))))
+    if stats.is_eval:
+        sums = partial = torch.empty(2, jets, channels, device=dp.device)
+    else:
+        sums = partial = _sums_of(edges, stats, weight, bias, layout, k, 1, True, dz, out)
     _scatter[(jets + triton.cdiv(all_rows, places), triton.cdiv(channels, columns))](
         edges.y, edges.there, edges.places, layout.counts, layout.ends, layout.total, dz,
-        dz if out is None else out, stats.mean, stats.spread, weight, bias, sums, dp, all_rows, jets, stats.eps,
+        dz if out is None else out, stats.mean, stats.spread, weight, bias, sums, partial, dp, all_rows, jets, stats.eps,
         C=channels, YS=edges.y_stride, TS=edges.y_stride, PS=edges.places_stride, DS=dp.stride(0), K=k, EVAL=stats.is_eval,
         MEAN=out is not None, WIDE=_is_wide(dp), PLACES=places, BR=32, BC=columns,
         num_warps=4 if places <= 128 else 8, num_stages=2,
     )  # fmt: skip
+    return _finished(partial) if stats.is_eval else sums
 
 
 def _is_wide(x: Tensor) -> bool:
