@@ -44,11 +44,19 @@ class Rows(NamedTuple):
 
     @staticmethod
     def of(counts: Tensor, total: int) -> Rows:
-        """From the particles of each jet, and of all together (which the device must not be asked for)."""
+        """From the particles of each jet, and of all together (which the device must not be asked for).
+
+        `total` may be more: rows behind the real ones count as the last jet's, with places that it does not have (see `real`).
+        """
         ends = counts.cumsum(0)
         first, rows = ends - counts, torch.arange(total, device=counts.device)
-        owner = torch.searchsorted(ends, rows, right=True)
+        owner = torch.searchsorted(ends, rows, right=True).clamp_max(len(counts) - 1)
         return Rows(owner, rows - first[owner], first, counts)
+
+    @property
+    def real(self) -> Tensor:
+        """(rows,): whether there is a particle."""
+        return self.rank < self.counts[self.owner]
 
 
 @dataclass(frozen=True, repr=False, eq=False)

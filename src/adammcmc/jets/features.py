@@ -9,8 +9,9 @@ Each is clipped to +-5; the 128 hardest particles are used. The points of the fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -91,6 +92,9 @@ class JetData(Indexed):
         device: where the data lie, and the batches.
         labels: (jets,) classes; None takes the kinds: 0 is QCD, 1 is top.
         num_neighbours: of the first graph; the network's k.
+        max_particles: of a jet, the hardest.
+        capacity: rows of a batch that comes by `next`, see `Cloud.padded`: all have one shape, as a CUDA graph needs it. "auto"
+            is enough for nearly any: 8 standard deviations above the mean. A batch that does not fit comes without padding.
 
     Example:
         >>> from adammcmc.jets import bundled, read_jets
@@ -109,7 +113,11 @@ class JetData(Indexed):
         labels: Tensor | None = None,
         num_neighbours: int = 16,
         max_particles: int = MAX_PARTICLES,
+        capacity: int | Literal["auto"] | None = None,
     ) -> None:
+        is_size = isinstance(capacity, int) and not isinstance(capacity, bool) and capacity > 0
+        if not (capacity is None or capacity == "auto" or is_size):
+            raise ValueError(f"`capacity` must be a positive number of rows, 'auto' or None, got {capacity!r}.")
         cloud = cloud_of(jets, num_neighbours=num_neighbours, max_particles=max_particles)
         labels = jets.kind if labels is None else labels
         if len(labels) != len(jets):
@@ -120,6 +128,7 @@ class JetData(Indexed):
         self._first = (cloud.counts.cumsum(0) - cloud.counts).to(self._device)
         self._labels = labels.long().to(self._device)
         super().__init__(len(jets), batch_size)
+        self.capacity = _enough(cloud.counts, self.batch_size) if capacity == "auto" else capacity
 
     def __next__(self) -> tuple[Cloud, Tensor]:
         if self._order is None:
@@ -130,7 +139,8 @@ class JetData(Indexed):
         total = int(self._host_counts[self._order[rows]].sum())
         chosen = self._order_there[rows]
         self._advance()
-        return self._gather(chosen, total)
+        fits = self.capacity is not None and total <= self.capacity
+        return self._gather(chosen, self.capacity if fits and self.capacity is not None else total)
 
     def fetch(self, indices: slice | Tensor) -> tuple[Cloud, Tensor]:
         numbers = torch.arange(self.num_data)[indices] if isinstance(indices, slice) else indices.cpu()
@@ -141,9 +151,25 @@ class JetData(Indexed):
             yield self.fetch(slice(start, start + size))
 
     def _gather(self, chosen: Tensor, total: int) -> tuple[Cloud, Tensor]:
-        """These jets, which have so many particles."""
+        """These jets, in so many rows: those of their particles, or more if there is a capacity."""
         counts = self._cloud.counts[chosen]
         where = Rows.of(counts, total)
         rows = self._first[chosen][where.owner] + where.rank
-        parts: list[Any] = [tensor.index_select(0, rows) for tensor in self._cloud[1:]]
+        if self.capacity is None:
+            parts: list[Any] = [tensor.index_select(0, rows) for tensor in self._cloud[1:]]
+            return Cloud(counts, *parts), self._labels[chosen]
+        nothing, rows = ~where.real.unsqueeze(1), rows.clamp_max(len(self._cloud.points) - 1)
+        parts = [
+            tensor.index_select(0, rows).masked_fill(nothing, empty)
+            for tensor, empty in zip(self._cloud[1:], (0, 0, NOBODY), strict=True)
+        ]
         return Cloud(counts, *parts), self._labels[chosen]
+
+
+def _enough(counts: Tensor, batch_size: int) -> int:
+    """Rows for a batch of so many jets: the mean of their particles' number and 8 standard deviations, but never more than the
+    largest jets have; a multiple of 16, which products of matrices like."""
+    mean, variance = float(counts.double().mean()), float(counts.double().var(correction=0))
+    likely = math.ceil(batch_size * mean + 8 * math.sqrt(batch_size * variance))
+    most = int(counts.sort(descending=True).values[:batch_size].sum())
+    return -(-max(1, min(likely, most)) // 16) * 16

@@ -10,7 +10,8 @@ Both ways of holding the clouds run through the same lines, on a list of rows (p
 - *padded*, the arguments of weaver-core's model: `net(points, features, mask)`, each (jets, channels, particles). Padding takes
   part in BatchNorm's statistics in training mode, as in weaver-core.
 - *packed*: `net(cloud)`, only real particles; BatchNorm's statistics run over the edges of real particles. In evaluation mode
-  the two are the same function.
+  the two are the same function. Rows behind the last particle (`Cloud.padded`) change nothing. On a GPU the kernels of
+  `adammcmc.jets.edges` compute the same, in float32 or under autocast in bfloat16.
 
 The first layer of h costs one product a particle, not one an edge: W [x_i, x_j - x_i] = (W1 - W2) x_i + W2 x_j.
 """
@@ -19,8 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from importlib.util import find_spec
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +30,15 @@ from torch import Tensor, nn
 
 from adammcmc.jets.data import Rows
 
+if TYPE_CHECKING:
+    from adammcmc.jets.edges import Layout
+
 __all__ = ["NOBODY", "Cloud", "ParticleNet", "ParticleNetLite", "nearest"]
 
 NOBODY = 255
 """In `Cloud.neighbours`: a jet of so few particles has no further neighbour. It counts as one without features."""
+
+_KERNEL_DEVICES = {"cuda"} if find_spec("triton") is not None else set()
 
 
 class Cloud(NamedTuple):
@@ -58,6 +65,17 @@ class Cloud(NamedTuple):
         inside = slice(int(first), int(last))
         return Cloud(self.counts[rows], self.points[inside], self.features[inside], self.neighbours[inside])
 
+    def padded(self, capacity: int) -> Cloud:
+        """The same jets with so many rows, zeros behind the last particle: batches of one shape, for CUDA graphs.
+
+        The network's answer is the same. Such clouds cannot be joined.
+        """
+        more = capacity - len(self.points)
+        if more < 0:
+            raise ValueError(f"a cloud with {len(self.points)} rows does not fit in {capacity}.")
+        points, features = (F.pad(x, (0, 0, 0, more)) for x in (self.points, self.features))
+        return Cloud(self.counts, points, features, F.pad(self.neighbours, (0, 0, 0, more), value=NOBODY))
+
 
 class _RowNorm(nn.BatchNorm2d):
     """BatchNorm over rows (rows, channels): two to three times faster than over an image of single points, on any device."""
@@ -80,9 +98,22 @@ class EdgeConv(nn.Module):
             self.sc = nn.Conv1d(in_channels, channels[-1], 1, bias=False)
             self.sc_bn = nn.BatchNorm1d(channels[-1])
 
-    def forward(self, x: Tensor, neighbours: Tensor) -> Tensor:
-        """Features (rows, channels) and neighbours (rows, k); row number `len(x)` is nobody, and has no features."""
+    def forward(self, x: Tensor, neighbours: Tensor, real: Tensor | None = None, *, layout: Layout | None = None) -> Tensor:
+        """Features (rows, channels) and neighbours (rows, k); row number `len(x)` is nobody, and has no features.
+
+        Args:
+            x: the features.
+            neighbours: rows; with `layout`, places in the jet.
+            real: (rows, 1), the rows that belong to BatchNorm's statistics; None: all.
+            layout: of the jets: the kernels of `edges` do it.
+        """
+        if layout is not None:
+            from adammcmc.jets import edges as kernels
+
+            its_shortcut = None if self.sc is None else (self.sc, self.sc_bn)
+            return kernels.edge_block(x, neighbours, layout, _compute_dtype(x), [*self.convs], [*self.bns], its_shortcut)
         rows, k = neighbours.shape
+        real_edges = None if real is None else real.expand(rows, k).reshape(-1, 1)
         own, other = _weight(self.convs[0]).chunk(2, 1)
         here, there = F.linear(x, own - other), F.linear(x, other)
         there = torch.cat([there, there.new_zeros(1, there.shape[1])])
@@ -91,9 +122,9 @@ class EdgeConv(nn.Module):
         for i, bn in enumerate(self.bns):
             if i > 0:
                 edges = F.linear(edges, _weight(self.convs[i]))
-            edges = F.relu(bn(edges))
+            edges = F.relu(_norm(bn, edges, real_edges))
         message = edges.view(rows, k, -1).mean(1)
-        shortcut = x if self.sc is None else self.sc_bn(F.linear(x, _weight(self.sc)))
+        shortcut = x if self.sc is None else _norm(self.sc_bn, F.linear(x, _weight(self.sc)), real)
         return F.relu(shortcut + message)
 
 
@@ -166,23 +197,60 @@ class ParticleNet(nn.Module):
             most = int(cloud.counts.max())
             if most > self.max_particles:
                 raise ValueError(f"a jet has {most} particles, the network takes {self.max_particles}: use jets.leading(...).")
-        where = Rows.of(cloud.counts, len(cloud.points))
-        x = self.bn_fts(cloud.features)
+        if cloud.neighbours.shape[1] < self.num_neighbours:
+            raise ValueError(
+                f"the cloud has {cloud.neighbours.shape[1]} neighbours for each particle, the network needs "
+                f"{self.num_neighbours}: make it with num_neighbours={self.num_neighbours}."
+            )
+        if self._has_kernels(cloud):
+            from adammcmc.jets import edges as kernels
+
+            return self._head(kernels.outside_of_graphs(self._jets_by_kernels, cloud))
+        return self._head(self._jets(cloud))
+
+    def _has_kernels(self, cloud: Cloud) -> bool:
+        """Whether `edges` can take it: not inside of vmap and the like, and BatchNorm as this network has it."""
+        if cloud.features.device.type not in _KERNEL_DEVICES or not (len(cloud.features) and len(cloud.counts)):
+            return False
+        dtypes = {cloud.features.dtype, self.bn_fts.weight.dtype}
+        if dtypes != {torch.float32} or _compute_dtype(cloud.features) not in (torch.float32, torch.bfloat16):
+            return False
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return False
+        norms = [m for m in self.modules() if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d)]
+        return all(m.affine and m.track_running_stats and (m.momentum is not None or not m.training) for m in norms)
+
+    def _jets_by_kernels(self, cloud: Cloud) -> Tensor:
+        from adammcmc.jets import edges as kernels
+
+        layout = kernels.Layout.of(cloud.counts, len(cloud.features), self.max_particles)
+        x = kernels.norm_rows(cloud.features, self.bn_fts, layout)
         for i, (k, block) in enumerate(zip(self._neighbours, self.edge_convs, strict=True)):
-            if i > 0:
-                neighbours = nearest(x, where, k, self.max_particles)
-            elif cloud.neighbours.shape[1] < k:
-                raise ValueError(
-                    f"the cloud has {cloud.neighbours.shape[1]} neighbours for each particle, the network needs {k}: make it "
-                    f"with num_neighbours={k}."
-                )
-            else:
-                neighbours = cloud.neighbours[:, :k]
-            x = block(x, _as_rows(neighbours, where, len(x)))
+            neighbours = kernels.nearest_places(x, layout, k) if i > 0 else cloud.neighbours[:, :k]
+            x = block(x, neighbours, layout=layout)
+        return kernels.mean_of_jets(x, layout)
+
+    def _jets(self, cloud: Cloud) -> Tensor:
+        """The mean of each jet's features behind the last block."""
+        real = None
+        # whether there are rows behind the particles is not asked of a GPU: there BatchNorm always weighs its rows
+        if cloud.counts.device.type == "cpu" and not torch.compiler.is_compiling():
+            rows = int(cloud.counts.sum())
+            cloud = Cloud(cloud.counts, cloud.points[:rows], cloud.features[:rows], cloud.neighbours[:rows])
+            where = Rows.of(cloud.counts, rows)
+        else:
+            where = Rows.of(cloud.counts, len(cloud.points))
+            real = where.real.unsqueeze(1)
+        x = _norm(self.bn_fts, cloud.features, real)
+        for i, (k, block) in enumerate(zip(self._neighbours, self.edge_convs, strict=True)):
+            neighbours = nearest(x, where, k, self.max_particles) if i > 0 else cloud.neighbours[:, :k]
+            x = block(x, _as_rows(neighbours, where, len(x)), real)
+        if real is not None:
+            x = x.masked_fill(~real, 0)
         # the mean in full precision: autocast's bfloat16 would lose digits in a sum over a hundred particles
         total = torch.zeros(len(where.counts), x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         total = total.index_add(0, where.owner, x.to(total.dtype))
-        return self._head(total / where.counts.clamp_min(1).unsqueeze(1))
+        return total / where.counts.clamp_min(1).unsqueeze(1)
 
     def _forward_padded(self, points: Tensor, features: Tensor, mask: Tensor | None) -> Tensor:
         jets, _, width = points.shape
@@ -231,6 +299,31 @@ def _weight(conv: nn.Module) -> Tensor:
     return weight.flatten(1)
 
 
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """What a product of x is computed in."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _norm(bn: nn.Module, x: Tensor, real: Tensor | None) -> Tensor:
+    """BatchNorm of (rows, channels), with the statistics of those rows that are `real`: (rows, 1)."""
+    assert isinstance(bn, nn.BatchNorm1d | nn.BatchNorm2d)
+    if real is None or not bn.training or bn.momentum is None or bn.running_mean is None or bn.running_var is None:
+        out: Tensor = bn(x)
+        return out
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    number = real.sum().to(wide.dtype)
+    mean = wide.masked_fill(~real, 0).sum(0) / number
+    off = wide - mean
+    var = off.masked_fill(~real, 0).square().sum(0) / number
+    with torch.no_grad():
+        assert bn.num_batches_tracked is not None
+        bn.num_batches_tracked.add_(1)
+        bn.running_mean.lerp_(mean.to(bn.running_mean.dtype), bn.momentum)
+        bn.running_var.lerp_((var * (number / (number - 1))).to(bn.running_var.dtype), bn.momentum)
+    return (off * (var + bn.eps).rsqrt() * bn.weight + bn.bias).to(x.dtype)
+
+
 def _as_rows(neighbours: Tensor, where: Rows, nobody: int) -> Tensor:
     """From places in a jet to rows of the batch."""
     rows = neighbours.long() + where.first[where.owner].unsqueeze(1)
@@ -251,8 +344,10 @@ def nearest(x: Tensor, where: Rows, k: int, width: int) -> Tensor:
     rows = (where.first.unsqueeze(1) + places).clamp_max(len(x) - 1)
     is_real = (places < where.counts.unsqueeze(1)).unsqueeze(2)
     # only real particles look for neighbours: less than half of the places
-    neighbours = _first_but_one(_distances(x[rows], is_real)[where.owner, where.rank], k)
-    return neighbours.masked_fill(neighbours >= where.counts[where.owner].unsqueeze(1), NOBODY).to(torch.uint8)
+    counts = where.counts[where.owner]
+    neighbours = _first_but_one(_distances(x[rows], is_real)[where.owner, where.rank.clamp_max(width - 1)], k)
+    counts = counts.masked_fill(where.rank >= counts, 0)  # behind the particles nobody has neighbours
+    return neighbours.masked_fill(neighbours >= counts.unsqueeze(1), NOBODY).to(torch.uint8)
 
 
 @torch.no_grad()
