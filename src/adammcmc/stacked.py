@@ -527,25 +527,30 @@ class StackedSampler:
         If the loss raises, the chains stay where they are, and the error goes on.
         """
         self.check()
-        potential = StackedPotential(self, batch)
-        state = ChainState(self.params, self.memory, self.here, self.carry, self.num_steps, self._frozen_at)
-        state, info = self.kernel.step(state, potential, self.generator)
+        state, info, potential = self._transition(batch)
+        self.params, self.memory, self.here, self.carry = state.params, state.memory, state.here, state.carry
         if potential.moved is not None and self.buffers:
             self.buffers = self.network.buffers.select(info.is_accepted, potential.moved, self.buffers)
-        self.params, self.memory, self.here, self.carry = state.params, state.memory, state.here, state.carry
         if state.frozen_at is not self._frozen_at:
             self._frozen_at = state.frozen_at
             self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
+        self._sum_acceptance += info.acceptance_rate
+        self._info = info
         if self.num_steps == 0:
             _logger.info(f"{self.num_chains} chains at once: {self.describe()}")
         self.num_steps += 1
-        self._info = info
-        self._sum_acceptance += info.acceptance_rate
         if self.is_adapting:
             self._adapt(potential, state, info)
         else:
             self._watch_health(potential, state, info)
-        return cast(Tensor, info.loss)
+        return info.loss
+
+    def _transition(self, batch: Batch) -> tuple[ChainState, Info, StackedPotential]:
+        """One step of the pure kernel. It changes nothing but the random numbers, and on an accelerator looks at no value."""
+        potential = StackedPotential(self, batch)
+        old = ChainState(self.params, self.memory, self.here, self.carry, self.num_steps, self._frozen_at)
+        state, info = self.kernel.step(old, potential, self.generator)
+        return state, info, potential
 
     @property
     def info(self) -> Info:
