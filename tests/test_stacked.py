@@ -409,6 +409,17 @@ def test_health_is_told_chain_by_chain(tmp_path: Path) -> None:
     assert len(stacked.chain(1).health()) == 1
 
 
+def test_the_noise_of_the_minibatch_test_is_that_of_each_chains_temperature() -> None:
+    scan = partial(ALGORITHM_1, inverse_temperature=torch.tensor([1.0, 0.1]))
+    options: dict[str, Any] = {"num_chains": 2, "batch_size": 32, "num_draws": 10, "gap": 40}
+    hot = run(network(dtype=torch.float64), scan, **options).health()
+    alone = run(network(dtype=torch.float64), scan, stacked=False, **options).health()
+    assert hot[0].noise == pytest.approx(alone[0].noise, rel=1e-6)
+    assert hot[1].noise == pytest.approx(alone[1].noise, rel=0.5), "other batches, the same size"
+    assert hot[1].noise < 0.5 * hot[0].noise
+    assert hot[0].loss_influence == pytest.approx(alone[0].loss_influence, rel=1e-6)
+
+
 class Recorder(Callback):
     """Notes what it is told."""
 

@@ -550,11 +550,11 @@ class StackedSampler:
         if state.frozen_at is not self._frozen_at:
             self._frozen_at = state.frozen_at
             self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
+        self._sum_acceptance += info.acceptance_rate
+        self._info = info
         if self.num_steps == 0:
             _logger.info(f"{self.num_chains} chains at once: {self.describe()}")
         self.num_steps += 1
-        self._info = info
-        self._sum_acceptance += info.acceptance_rate
         if self.is_adapting:
             self._adapt(potential, state, info)
         else:
