@@ -1,0 +1,312 @@
+"""The speed of a step on a GPU, against what it cannot be below: one run, one table, one file.
+
+    python -m benchmarks.h200 [--output benchmarks/results/h200.json]
+
+- *update*: all of a step but the loss, P = 1e8, over torch's fused Adam on the same tensor; accepted, and rejected.
+- *memory*: the peak of a step beyond that of Adam's, in copies of the parameters, P = 1e8.
+- *MLP*: 64-128-128-10 (26,122 parameters), batch 512, `step(loss, batch)` over Adam captured by hand (the faster of its forms).
+- *full batch*: the same network on 65,536 fixed examples, over captured Adam.
+- *chains*: 256 chains of the MLP at once over one, both stacked and captured.
+- *ParticleNet*: 366,160 parameters, batches of 512 bundled jets (44 particles on average), bfloat16, over Adam plus a
+  forward, all three captured.
+
+Medians; the versions of a comparison take turns (`benchmarks.timing`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor, nn
+
+from adammcmc import MALA, AdamMCMC, Gaussian, Underdamped
+from adammcmc.jets import JetData, ParticleNet, ParticleNetLite, bundled, read_jets
+from adammcmc.randomness import streams
+from adammcmc.stacked import StackedSampler, setup_of
+from benchmarks.step_cost import network
+from benchmarks.timing import Step, captured, machine, medians
+
+SETTINGS = {"sigma": 3e-4, "sigma_along": 2.0}
+LARGE = 100_000_000
+JETS = 512
+
+
+def update(device: torch.device, repeats: int) -> dict[str, float]:
+    """One tensor of 1e8 weights, whose gradient is given: what of a step is not the loss."""
+    from adammcmc.onepass import OnePass, Settings
+
+    p = nn.Parameter(torch.randn(LARGE, device=device))
+    p.grad = 1e-3 * torch.randn(LARGE, device=device)
+    adam = torch.optim.Adam([p], fused=True)
+    adam.step()
+    state = adam.state[p]
+    one = OnePass(
+        [p.detach()],
+        [state["exp_avg"]],
+        [state["exp_avg_sq"]],
+        [torch.empty_like(p)],
+        counts=[3],
+        num_steps=0,
+        frozen_at=torch.full((1,), -1, device=device),
+        sum_rates=torch.zeros(1, dtype=torch.float64, device=device),
+        fixed=False,
+    )
+    one.tell(Settings(2.0, [1e-3], [(0.99, 0.99)], [1e-8], [3e-4], [0.0]))
+    generator = torch.Generator(device).manual_seed(0)
+    rows = torch.zeros(1, 11, dtype=torch.float64, device=device)
+    flags = torch.zeros(2, 1, dtype=torch.uint8, device=device)
+    here, low, high = torch.ones(1, device=device), torch.full((1,), -1e6, device=device), torch.full((1,), 1e6, device=device)
+    table = one.point_at([p.grad])
+
+    def ours(there: Tensor) -> None:
+        key = torch.randint(-(2**63), 2**63 - 1, (1,), device=device, generator=generator)
+        one.propose(key, 1e5, table)
+        one.decide(
+            here, there, None, scale=1e5, noise_scale=0.0, gradients=table, rows=rows, slot=one.first_row, flags=flags
+        )  # fmt: skip
+
+    def is_accepted(there: Tensor) -> bool:
+        ours(there)
+        return bool(flags[0])
+
+    if not (is_accepted(low) and not is_accepted(high)):
+        raise RuntimeError("the update was to be accepted, then rejected")
+    times = medians({"Adam": adam.step, "accepted": partial(ours, low), "rejected": partial(ours, high)}, device, repeats)
+    return {
+        "update_adam_ms": times["Adam"],
+        "update_ms": times["accepted"],
+        "update_ratio_1e8": times["accepted"] / times["Adam"],
+        "update_ratio_1e8_rejected": times["rejected"] / times["Adam"],
+    }
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Peaks of a step of each, on a tensor of 1e8 weights."""
+
+    def peak(make: Callable[[nn.Parameter], Step]) -> float:
+        torch.cuda.empty_cache()
+        p = nn.Parameter(torch.randn(LARGE, device=device))
+        step = make(p)
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() / (4 * LARGE)
+
+    def loss(p: Tensor) -> Tensor:
+        return p.view(-1, 100).mean(1).square().mean()
+
+    def adam(p: nn.Parameter) -> Step:
+        optimizer = torch.optim.Adam([p], fused=True)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss(p).backward()
+            optimizer.step()
+
+        return step
+
+    def ours(p: nn.Parameter) -> Step:
+        sampler = AdamMCMC([p], num_data=1000, **SETTINGS)
+        return lambda: sampler.step(lambda: loss(p))
+
+    theirs = peak(adam)
+    return {"memory_adam_copies": theirs, "extra_memory_copies": peak(ours) - theirs}
+
+
+def graph_of_adam(model: nn.Module, loss: Callable[[Any], Tensor], batch: Any, **options: bool) -> Step:
+    """A step of Adam on a batch that stays where it is, captured by hand."""
+    adam = torch.optim.Adam(model.parameters(), capturable=True, **options)
+
+    def step() -> None:
+        loss(batch).backward()
+        adam.step()
+
+    return captured(step, (), (), model.parameters())
+
+
+def mlp(device: torch.device, repeats: int, batch_size: int, fixed: bool) -> dict[str, float]:
+    """Milliseconds: Adam eager and captured, a captured forward, and ours."""
+    x, y = torch.randn(batch_size, 64, device=device), torch.randint(10, (batch_size,), device=device)
+    steps: dict[str, Step] = {}
+
+    def loss_of(model: nn.Module) -> Callable[[Any], Tensor]:
+        return lambda batch: F.cross_entropy(model(batch[0]), batch[1])
+
+    for name, options in {"captured, foreach": {"foreach": True}, "captured, fused": {"fused": True}}.items():
+        model = network(128).to(device)
+        steps[f"Adam, {name}"] = graph_of_adam(model, loss_of(model), (x, y), **options)
+    model = network(128).to(device)
+    adam = torch.optim.Adam(model.parameters(), fused=True)
+
+    def eager(model: nn.Module = model) -> None:
+        adam.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        adam.step()
+
+    @torch.no_grad()
+    def forward(model: nn.Module = model) -> None:
+        F.cross_entropy(model(x), y)
+
+    steps["Adam, fused"] = eager
+    steps["forward, captured"] = captured(forward, (), (), ())
+    kinds: dict[str, Any] = {"AdamMCMC": partial(AdamMCMC, lr=1e-3, num_data=65_536, **SETTINGS)}
+    if fixed:
+        options: dict[str, Any] = {"num_data": batch_size, "fixed_data": True}
+        kinds = {
+            "AdamMCMC": partial(AdamMCMC, lr=1e-3, **SETTINGS, **options),
+            "Underdamped": partial(Underdamped, step_size=1e-4, prior=Gaussian(), **options),
+            "MALA": partial(MALA, step_size=1e-8, prior=Gaussian(), **options),
+        }
+    for name, make in kinds.items():
+        model = network(128).to(device)
+        sampler = make(model.parameters())
+        steps[name] = partial(sampler.step, loss_of(model), (x, y))
+    return medians(steps, device, repeats)
+
+
+def stack(model: nn.Module, count: int, device: torch.device, loss: Callable[..., Tensor], num_data: int) -> StackedSampler:
+    """Chains of Algorithm 1 that differ in sigma: a scan."""
+    samplers = [
+        AdamMCMC(model.parameters(), lr=1e-3, num_data=num_data, sigma=3e-4 * (1 + i / 256), sigma_along=2.0)
+        for i in range(count)
+    ]
+    return StackedSampler(
+        samplers[0], model, loss, [setup_of(sampler, model) for sampler in samplers], streams(list(range(count)), device)
+    )
+
+
+def chains(device: torch.device, repeats: int, counts: Sequence[int] = (1, 16, 64, 256)) -> dict[str, float]:
+    """Milliseconds of one step of all chains of the MLP, by their number."""
+    batch = torch.randn(512, 64, device=device), torch.randint(10, (512,), device=device)
+    steps: dict[str, Step] = {}
+    for count in counts:
+        stacked = stack(network(128).to(device), count, device, lambda model, b: F.cross_entropy(model(b[0]), b[1]), 65_536)
+        stacked.try_out(batch)
+        steps[str(count)] = partial(stacked.step, batch)
+    return medians(steps, device, repeats)
+
+
+def particlenet(device: torch.device, repeats: int) -> dict[str, float]:
+    """Milliseconds on ParticleNet: Adam, a forward, ours, each captured, on batches that differ."""
+    jets = read_jets(bundled("jets"), max_jets=6 * JETS)
+    data = JetData(jets, JETS, device=device, capacity="auto")
+    batches = [next(data) for _ in range(6)]
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        model = ParticleNet()
+        model.autocast = torch.bfloat16
+        return model.to(device).train()
+
+    def rotating(replay: Callable[[Any], Any]) -> Step:
+        turn = itertools.cycle(batches)
+        return lambda: replay(next(turn))
+
+    def into(place: Any, step: Step) -> Callable[[Any], None]:
+        def replay(batch: Any) -> None:
+            for a, b in zip((*place[0], place[1]), (*batch[0], batch[1]), strict=True):
+                a.copy_(b)
+            step()
+
+        return replay
+
+    def place() -> Any:
+        return type(batches[0][0])(*(x.clone() for x in batches[0][0])), batches[0][1].clone()
+
+    model, other, mine = net(), net(), net()
+    there, elsewhere = place(), place()
+
+    def loss(batch: Any, model: nn.Module = mine) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    @torch.no_grad()
+    def forward() -> None:
+        loss(elsewhere, other)
+
+    sampler = AdamMCMC(mine.parameters(), lr=1e-3, num_data=len(jets), **SETTINGS)
+    steps = {
+        "Adam": rotating(into(there, graph_of_adam(model, partial(loss, model=model), there, fused=True))),
+        "forward": rotating(into(elsewhere, captured(forward, (), (), ()))),
+        "AdamMCMC": rotating(partial(sampler.step, loss)),
+    }
+    times = medians(steps, device, repeats)
+    return times | {"acceptance": float(sampler.mean_acceptance_rate)}
+
+
+def lite(device: torch.device, repeats: int, counts: Sequence[int] = (1, 8, 32)) -> dict[str, float]:
+    """Milliseconds of a step of stacked chains of ParticleNet-Lite, by their number."""
+    data = JetData(read_jets(bundled("jets"), max_jets=JETS), JETS // 2, device=device, num_neighbours=7, capacity="auto")
+    batch = next(data)
+    steps: dict[str, Step] = {}
+    for count in counts:
+        model = ParticleNetLite(dropout=0.0).to(device).train()
+        stacked = stack(model, count, device, lambda model, b: F.cross_entropy(model(b[0]), b[1]), 20_000)
+        stacked.try_out(batch)
+        steps[str(count)] = partial(stacked.step, batch)
+    return medians(steps, device, repeats)
+
+
+def measure(device: torch.device, repeats: int) -> dict[str, Any]:
+    """All of it, as one flat object."""
+    found: dict[str, Any] = {}
+    small = mlp(device, repeats, 512, fixed=False)
+    adam = min(small["Adam, captured, foreach"], small["Adam, captured, fused"])
+    found["captured_ratio_mlp26k"] = small["AdamMCMC"] / adam
+    found |= {f"mlp26k_{_key(name)}_ms": value for name, value in small.items()}
+    full = mlp(device, repeats, 65_536, fixed=True)
+    adam = min(full["Adam, captured, foreach"], full["Adam, captured, fused"])
+    found["fullbatch_ratio"] = full["AdamMCMC"] / adam
+    found["fullbatch_ratio_underdamped"] = full["Underdamped"] / adam
+    found["fullbatch_ratio_mala"] = full["MALA"] / adam
+    found |= {f"fullbatch_{_key(name)}_ms": value for name, value in full.items()}
+    by_count = chains(device, repeats)
+    found["chains256_ratio"] = by_count["256"] / by_count["1"]
+    found |= {f"chains{count}_ms": value for count, value in by_count.items()}
+    jets = particlenet(device, repeats)
+    found["particlenet_ms"] = jets["AdamMCMC"]
+    found["particlenet_ratio_to_ideal"] = jets["AdamMCMC"] / (jets["Adam"] + jets["forward"])
+    found |= {
+        "particlenet_adam_ms": jets["Adam"],
+        "particlenet_forward_ms": jets["forward"],
+        "particlenet_acceptance": jets["acceptance"],
+    }
+    found |= {f"lite_chains{count}_ms": value for count, value in lite(device, repeats).items()}
+    found |= update(device, repeats)
+    found |= memory(device)
+    return found
+
+
+def _key(name: str) -> str:
+    return name.lower().replace(", ", "_")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="a JSON file for the numbers")
+    parser.add_argument("--repeats", type=int, default=15, help="rounds of 20 steps")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.h200 needs a CUDA device.")
+    device = torch.device("cuda")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # float32 means float32
+    found = machine(device) | {"triton": triton.__version__} | measure(device, options.repeats)
+    for name, value in found.items():
+        print(f"{name:36} {value:10.4f}" if isinstance(value, float) else f"{name:36} {value}")
+    if options.output is not None:
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
