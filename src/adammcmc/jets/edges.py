@@ -847,7 +847,7 @@ def _scattered(
         dz if out is None else out, stats.mean, stats.spread, weight, bias, sums, partial, dp, all_rows, jets, stats.eps,
         C=channels, YS=edges.y_stride, TS=edges.y_stride, PS=edges.places_stride, DS=dp.stride(0), K=k, EVAL=stats.is_eval,
         MEAN=out is not None, WIDE=_is_wide(dp), PLACES=places, BR=32, BC=columns,
-        num_warps=4 if places <= 128 else 8, num_stages=2,
+        num_warps=4 if places <= 128 else 8, num_stages=2 if _is_wide(dp) else 4,  # few warps: loads must run ahead
     )  # fmt: skip
     return _finished(partial) if stats.is_eval else sums
 
