@@ -284,6 +284,27 @@ def test_burn_in_and_health_on_the_device() -> None:
     assert health.noise == 0
 
 
+@pytest.mark.parametrize("num_chains", [1, 3])
+def test_a_run_that_stopped_in_burn_in_goes_on(num_chains: int, tmp_path: Path) -> None:
+    """The sums of its adaptation come back from a file, to the device."""
+
+    class Stop(Callback):
+        def on_step(self, event: Event) -> None:
+            if event.step == 45:
+                raise KeyboardInterrupt
+
+    model, x, y = problem()
+    options: dict[str, Any] = {"burn_in": 90, "num_draws": 2, "gap": 5, "num_chains": num_chains, "path": tmp_path / "run"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("adammcmc.run._CHECKPOINT_SECONDS", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            sample(model, (x, y), F.cross_entropy, callbacks=[Stop()], **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # so short a burn-in may not reach its goal
+        posterior = sample(model, (x, y), F.cross_entropy, resume=True, **options)
+    assert len(posterior) == 2 * num_chains
+
+
 # --- the one-call door ----------------------------------------------------------------------------------------------------
 
 

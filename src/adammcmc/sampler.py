@@ -612,7 +612,8 @@ class Sampler(torch.optim.Optimizer, ABC):
             self.burn_in = BurnIn(**saved["settings"])
             adaptation = self._new_adaptation()
             assert adaptation is not None
-            adaptation.load_state_dict(copy.deepcopy(saved))
+            # (what is summed on the device comes from a file on the host)
+            adaptation.load_state_dict(_pytree.tree_map_only(Tensor, lambda x: x.to(self.device, copy=True), saved))
             self._adaptation = adaptation
         self._monitor = None
         if own.get("health") is not None:
