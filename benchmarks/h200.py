@@ -187,7 +187,7 @@ def stack(model: nn.Module, count: int, device: torch.device, loss: Callable[...
     )
 
 
-def chains(device: torch.device, repeats: int, counts: Sequence[int] = (1, 16, 64, 256)) -> dict[str, float]:
+def chains(device: torch.device, repeats: int, counts: Sequence[int] = (1, 4, 16, 64, 256)) -> dict[str, float]:
     """Milliseconds of one step of all chains of the MLP, by their number."""
     batch = torch.randn(512, 64, device=device), torch.randint(10, (512,), device=device)
     steps: dict[str, Step] = {}
@@ -258,34 +258,52 @@ def lite(device: torch.device, repeats: int, counts: Sequence[int] = (1, 8, 32))
     return medians(steps, device, repeats)
 
 
-def measure(device: torch.device, repeats: int) -> dict[str, Any]:
-    """All of it, as one flat object."""
-    found: dict[str, Any] = {}
-    small = mlp(device, repeats, 512, fixed=False)
-    adam = min(small["Adam, captured, foreach"], small["Adam, captured, fused"])
-    found["captured_ratio_mlp26k"] = small["AdamMCMC"] / adam
-    found |= {f"mlp26k_{_key(name)}_ms": value for name, value in small.items()}
-    full = mlp(device, repeats, 65_536, fixed=True)
-    adam = min(full["Adam, captured, foreach"], full["Adam, captured, fused"])
-    found["fullbatch_ratio"] = full["AdamMCMC"] / adam
-    found["fullbatch_ratio_underdamped"] = full["Underdamped"] / adam
-    found["fullbatch_ratio_mala"] = full["MALA"] / adam
-    found |= {f"fullbatch_{_key(name)}_ms": value for name, value in full.items()}
-    by_count = chains(device, repeats)
-    found["chains256_ratio"] = by_count["256"] / by_count["1"]
-    found |= {f"chains{count}_ms": value for count, value in by_count.items()}
-    jets = particlenet(device, repeats)
-    found["particlenet_ms"] = jets["AdamMCMC"]
-    found["particlenet_ratio_to_ideal"] = jets["AdamMCMC"] / (jets["Adam"] + jets["forward"])
-    found |= {
-        "particlenet_adam_ms": jets["Adam"],
-        "particlenet_forward_ms": jets["forward"],
-        "particlenet_acceptance": jets["acceptance"],
+def small_part(device: torch.device, repeats: int) -> dict[str, float]:
+    times = mlp(device, repeats, 512, fixed=False)
+    adam = min(times["Adam, captured, foreach"], times["Adam, captured, fused"])
+    return {"captured_ratio_mlp26k": times["AdamMCMC"] / adam, **{f"mlp26k_{_key(name)}_ms": t for name, t in times.items()}}
+
+
+def full_part(device: torch.device, repeats: int) -> dict[str, float]:
+    times = mlp(device, repeats, 65_536, fixed=True)
+    adam = min(times["Adam, captured, foreach"], times["Adam, captured, fused"])
+    return {
+        "fullbatch_ratio": times["AdamMCMC"] / adam,
+        "fullbatch_ratio_underdamped": times["Underdamped"] / adam,
+        "fullbatch_ratio_mala": times["MALA"] / adam,
+        **{f"fullbatch_{_key(name)}_ms": t for name, t in times.items()},
     }
-    found |= {f"lite_chains{count}_ms": value for count, value in lite(device, repeats).items()}
-    found |= update(device, repeats)
-    found |= memory(device)
-    return found
+
+
+def jets_part(device: torch.device, repeats: int) -> dict[str, float]:
+    times = particlenet(device, repeats)
+    return {
+        "particlenet_ms": times["AdamMCMC"],
+        "particlenet_ratio_to_ideal": times["AdamMCMC"] / (times["Adam"] + times["forward"]),
+        "particlenet_adam_ms": times["Adam"],
+        "particlenet_forward_ms": times["forward"],
+        "particlenet_acceptance": times["acceptance"],
+    }
+
+
+def chains_part(device: torch.device, repeats: int) -> dict[str, float]:
+    times = chains(device, repeats)
+    return {"chains256_ratio": times["256"] / times["1"], **{f"chains{count}_ms": t for count, t in times.items()}}
+
+
+def lite_part(device: torch.device, repeats: int) -> dict[str, float]:
+    return {f"lite_chains{count}_ms": t for count, t in lite(device, repeats).items()}
+
+
+PARTS: dict[str, Callable[[torch.device, int], dict[str, float]]] = {
+    "mlp": small_part,
+    "full": full_part,
+    "particlenet": jets_part,
+    "chains": chains_part,
+    "update": update,
+    "memory": lambda device, repeats: memory(device),
+    "lite": lite_part,
+}
 
 
 def _key(name: str) -> str:
@@ -296,16 +314,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="a JSON file for the numbers")
     parser.add_argument("--repeats", type=int, default=15, help="rounds of 20 steps")
+    parser.add_argument("--only", choices=list(PARTS), help="one part; the others stay as they are in the file")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.h200 needs a CUDA device.")
     device = torch.device("cuda")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # float32 means float32
-    found = machine(device) | {"triton": triton.__version__} | measure(device, options.repeats)
-    for name, value in found.items():
-        print(f"{name:36} {value:10.4f}" if isinstance(value, float) else f"{name:36} {value}")
-    if options.output is not None:
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
+    found: dict[str, Any] = {}
+    if options.only is not None and options.output is not None and options.output.exists():
+        found = json.loads(options.output.read_text())
+    found |= machine(device) | {"triton": triton.__version__}
+    for name, part in PARTS.items():
+        if options.only not in (None, name):
+            continue
+        numbers = part(device, options.repeats)
+        for key, value in numbers.items():
+            print(f"{key:36} {value:10.4f}", flush=True)
+        found |= numbers
+        if options.output is not None:  # at once: nothing is lost if a later part fails
+            options.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

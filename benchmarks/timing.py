@@ -84,6 +84,7 @@ def captured(step: Step, places: Sequence[Tensor], batch: Sequence[Tensor], para
             place.copy_(part)
         graph.replay()
 
+    replay.step = step  # type: ignore[attr-defined]  # what the graph works on must live as long as it
     return replay
 
 

@@ -41,7 +41,11 @@ from adammcmc import (
     sample_density,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
 
 
 def problem(width: int = 32) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -344,7 +348,6 @@ RUNS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("batch_size", [None, 64])
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_waits_for_the_device_at_draws_only(name: str, batch_size: int | None) -> None:
     model, x, y = problem()

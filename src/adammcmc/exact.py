@@ -58,6 +58,7 @@ class _Preconditioned(_Exact):
         self, params: Params, defaults: dict[str, Any], *, preconditioner: Sequence[Tensor] | None, **options: Any
     ) -> None:
         self._diagonal: tuple[Any, Leaves | None, list[float]] | None = None
+        self._diagonal_number = 0
         self._learns_preconditioner = preconditioner is None
         super().__init__(params, defaults, **options)
         if preconditioner is not None:
@@ -89,10 +90,12 @@ class _Preconditioned(_Exact):
                 packed = tuple(leaf[0] for leaf in packing.pack(full, packing.new()))
                 roots = [math.sqrt(float(a.min())) for a in packed]
             self._diagonal = key, packed, roots
+            self._diagonal_number += 1
         return self._diagonal[1]
 
     def _graph_key(self) -> Hashable:
-        return super()._graph_key(), id(self._preconditioner(self._layout()))
+        self._preconditioner(self._layout())
+        return super()._graph_key(), self._diagonal_number
 
     def _smallest_roots(self, packing: Packing) -> list[float]:
         """The smallest A^1/2 in each leaf."""

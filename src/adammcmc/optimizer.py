@@ -82,7 +82,7 @@ class AdamMCMC(Sampler):
             draw from it.
     """
 
-    _own_caches = ("_bound", "_built", "_steps", "_passes", "_told")
+    _own_caches = ("_bound", "_built", "_steps", "_passes", "_told", "_graph_table")
     _one_pass_devices: tuple[str, ...] = ("cuda",)
     _target_acceptance = kernels.AdamMCMCKernel.target_acceptance
     _tunes_sigma_along = True
@@ -110,6 +110,7 @@ class AdamMCMC(Sampler):
         self._built: tuple[Packing, Any, InPlaceAdamMCMC] | None = None
         self._passes: _Passes | None = None
         self._told: tuple[Any, ...] | None = None
+        self._graph_table: Tensor | None = None
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "sigma": sigma, "sigma_along": sigma_along},
@@ -230,13 +231,12 @@ class AdamMCMC(Sampler):
             self._fingerprint = ()
             raise
         info = read_row(rows[0][:, None], flags)
-        info = info._replace(loss=info.loss.to(losses.dtype))  # as the pure kernel has it
         self._layers.end(info.is_accepted)
         self._count(packing)
         self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
         if self._here is not None:
             self._left, self._fingerprint = packing.current, self._now(packing)
-        return Outcome(info, lambda: self._theta_times_grad(one, packing, grads, table), None)
+        return Outcome(info, lambda: self._theta_times_grad(one, packing, grads, table), None, loss_dtype=losses.dtype)
 
     def _tell(self, one: OnePass, packing: Packing) -> None:
         """The present settings, one for each parameter."""
@@ -357,7 +357,8 @@ class AdamMCMC(Sampler):
         # lr, betas, eps, sigma and sigma_along are read from the device at each replay
         modes = self._layers.are_modes_as_left()
         has_noise = 0.0 not in self._sigmas()
-        return id(self._layout()), id(self._passes), self.target, self.acceptance, self.fixed_data, modes, has_noise
+        one = None if self._passes is None else self._passes.one
+        return self._layout(), one, self.target, self.acceptance, self.fixed_data, modes, has_noise
 
     def _graph_state(self) -> Any:
         return self._here if self._here is None else (self._here.losses, self._here.log_prior)
@@ -366,13 +367,19 @@ class AdamMCMC(Sampler):
         losses, log_prior = state
         self._here = self._here._replace(losses=losses, log_prior=log_prior)
 
+    def _before_capture(self) -> None:
+        super()._before_capture()
+        # outside of the graph: what it allocates itself it may fill (torch does so in deterministic mode)
+        self._graph_table = torch.zeros(len(self._layout().params), dtype=torch.int64, device=self.device)
+
     def _in_graph(self, closure: Closure, ring: Ring, numbers: GraphNumbers | None) -> GraphBody:
         packing = self._layout()
         one = self._one_pass(packing)
         assert one is not None
         potential = self._potential(packing, [closure])
         flags = torch.empty(2, 1, dtype=torch.uint8, device=self.device)
-        table = torch.empty(one.num_tensors, dtype=torch.int64, device=self.device)
+        table, self._graph_table = self._graph_table, None
+        assert table is not None
         with self._layers.captured(numbers):
             self._layers.begin()
             losses, grads, fresh, known = self._pass(one, packing, potential, ring.rows, ring.slot, flags, (table, table))

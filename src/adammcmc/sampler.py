@@ -56,6 +56,8 @@ class Outcome(NamedTuple):
     potential: ClosurePotential | None = None
     state: ChainState | None = None
     """Those of the pure kernel."""
+    loss_dtype: torch.dtype | None = None
+    """In which the loss is returned, if not in that of `info`."""
 
 
 class GraphBody(NamedTuple):
@@ -217,7 +219,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         outcome = self._transition(self._layout(), closures)
         self._info = outcome.info
         self._after_step(outcome)
-        return outcome.info.loss[0]
+        return outcome.info.loss[0].to(outcome.loss_dtype)
 
     def _before_step(self) -> None:
         """What is looked at on the host before every step."""
@@ -313,7 +315,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             if not key.startswith("_") and key != "num_steps" and isinstance(value, bool | int | float | tuple | None)
         ]
         modes = self._layers.are_modes_as_left()
-        return id(self._layout()), self.target, self.acceptance, modes, tuple(settings), tuple(simple)
+        return self._layout(), self.target, self.acceptance, modes, tuple(settings), tuple(simple)
 
     def _in_graph(self, closure: Closure, ring: Ring, numbers: GraphNumbers | None) -> GraphBody:
         """`_transition` on memory that stays where it is. Nothing here may look at a value."""

@@ -465,6 +465,8 @@ class StackedSampler:
         self._captures = Captures()
         self._clock: Tensor | None = None
         self._clock_at = -1
+        self._kernel_of_graphs: Any = None
+        self._kernel_number = 0
         self._monitor: Monitor | None = None
         self._sum_acceptance = torch.zeros(self.num_chains, dtype=torch.float64, device=self.device)
         self._frozen_at = torch.full((self.num_chains,), -1, dtype=torch.int64, device=self.device)
@@ -594,7 +596,9 @@ class StackedSampler:
         return 1 + int(getattr(self.kernel, "num_leapfrog", 1))
 
     def _graph_key(self) -> Any:
-        return id(self.kernel), self.layers.are_modes_as_left()
+        if self._kernel_of_graphs is not self.kernel:  # numbers, since identities are given to others in time
+            self._kernel_of_graphs, self._kernel_number = self.kernel, self._kernel_number + 1
+        return self._kernel_number, self.layers.are_modes_as_left()
 
     def _before_capture(self) -> None:
         if self._clock is None:

@@ -94,7 +94,7 @@ class JetData(Indexed):
         num_neighbours: of the first graph; the network's k.
         max_particles: of a jet, the hardest.
         capacity: rows of a batch that comes by `next`, see `Cloud.padded`: all have one shape, as a CUDA graph needs it. "auto"
-            is enough for nearly any: 8 standard deviations above the mean. A batch that does not fit comes without padding.
+            is enough for nearly any: 5 standard deviations above the mean. A batch that does not fit comes without padding.
 
     Example:
         >>> from adammcmc.jets import bundled, read_jets
@@ -167,9 +167,9 @@ class JetData(Indexed):
 
 
 def _enough(counts: Tensor, batch_size: int) -> int:
-    """Rows for a batch of so many jets: the mean of their particles' number and 8 standard deviations, but never more than the
+    """Rows for a batch of so many jets: the mean of their particles' number and 5 standard deviations, but never more than the
     largest jets have; a multiple of 16, which products of matrices like."""
     mean, variance = float(counts.double().mean()), float(counts.double().var(correction=0))
-    likely = math.ceil(batch_size * mean + 8 * math.sqrt(batch_size * variance))
+    likely = math.ceil(batch_size * mean + 5 * math.sqrt(batch_size * variance))
     most = int(counts.sort(descending=True).values[:batch_size].sum())
     return -(-max(1, min(likely, most)) // 16) * 16

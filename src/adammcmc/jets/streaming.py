@@ -59,6 +59,7 @@ class StreamedJets(Data):
         self.files = jet_files(paths)
         self.batch_size: int = batch_size
         self._at_once, self._kinds, self._device, self._k = at_once, kinds, device, num_neighbours
+        self._capacity: int | None = None
         heads = [self._heads(file) for file in self.files]
         self._counts = [len(part) for part in heads]
         self.heads = Jets.cat(heads)
@@ -95,7 +96,11 @@ class StreamedJets(Data):
 
     def _load(self, files: Sequence[int]) -> JetData:
         jets = Jets.cat(part for i in files for part in self._read(self.files[i]))
-        return JetData(jets, self.batch_size, device=self._device, num_neighbours=self._k)
+        # on a GPU all batches of all groups have the shape that suits the first, so that steps can be captured
+        capacity = (self._capacity or "auto") if torch.device(self._device).type == "cuda" else None
+        data = JetData(jets, self.batch_size, device=self._device, num_neighbours=self._k, capacity=capacity)
+        self._capacity = data.capacity
+        return data
 
     def __next__(self) -> Batch:
         if self._group is None:
@@ -148,7 +153,7 @@ class StreamedJets(Data):
 
     def state_dict(self) -> dict[str, Any]:
         where = {"seed": self._seed, "epoch": self._epoch, "group": self._number, "position": self._position}
-        return {**where, "batch_size": self.batch_size, "at_once": self._at_once}
+        return {**where, "batch_size": self.batch_size, "at_once": self._at_once, "capacity": self._capacity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in (("batch_size", self.batch_size), ("at_once", self._at_once)):
@@ -156,3 +161,4 @@ class StreamedJets(Data):
                 raise ValueError(f"the run had {name} = {state[name]}, these data have {value}.")
         self.restart(state["seed"])
         self._epoch, self._number, self._position = state["epoch"], state["group"], state["position"]
+        self._capacity = state.get("capacity")
