@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -97,7 +97,8 @@ class StreamedJets(Data):
     def _load(self, files: Sequence[int]) -> JetData:
         jets = Jets.cat(part for i in files for part in self._read(self.files[i]))
         # on a GPU all batches of all groups have the shape that suits the first, so that steps can be captured
-        capacity = (self._capacity or "auto") if torch.device(self._device).type == "cuda" else None
+        is_gpu = torch.device(self._device).type == "cuda"
+        capacity: int | Literal["auto"] | None = (self._capacity or "auto") if is_gpu else None
         data = JetData(jets, self.batch_size, device=self._device, num_neighbours=self._k, capacity=capacity)
         self._capacity = data.capacity
         return data

@@ -157,7 +157,8 @@ class Tagger:
             return jets
         k = self.net.num_neighbours
         device = self.device if _fits(cloud_bytes(jets, k), self.device) else torch.device("cpu")
-        capacity = "auto" if device.type == "cuda" else None  # one shape for all batches, so that steps can be captured
+        # on a GPU one shape for all batches, so that steps can be captured
+        capacity: Literal["auto"] | None = "auto" if device.type == "cuda" else None
         return JetData(jets, batch_size, device=device, num_neighbours=k, capacity=capacity)
 
     # --- training ---------------------------------------------------------------------------------------------------------
