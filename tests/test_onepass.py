@@ -15,12 +15,14 @@ pytest.importorskip("triton")
 
 from scipy import stats
 
-from adammcmc import AdamMCMC, Prior, UniformBox, onepass, proposal
+from adammcmc import AdamMCMC, FullData, Prior, TensorExamples, UniformBox, onepass, proposal
 from adammcmc.acceptance import AlwaysAccept, Minibatch
+from adammcmc.compiled import CannotCompile, CompiledOnePass, library
 from adammcmc.direction import Adam, AdamMemory
+from adammcmc.fused import Settings, read_row
 from adammcmc.kernel import ChainState, Info
 from adammcmc.kernels import AdamMCMCKernel
-from adammcmc.onepass import OnePass, Settings, read_row
+from adammcmc.onepass import OnePass
 from adammcmc.proposal import Prolate
 from adammcmc.target import Evaluation, Gaussian, potential_difference
 from tests import philox
@@ -31,6 +33,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(5,), (3, 7), (2050,), (64, 65)]
 KEY = -0x1234_5678_9ABC_DEF0
+
+
+def needs_c() -> None:
+    if DEVICE.type != "cpu":
+        pytest.skip("for the CPU")
+    try:
+        library()
+    except CannotCompile as error:
+        pytest.skip(str(error))
 
 
 def tensors(seed: int) -> list[torch.Tensor]:
@@ -103,8 +114,14 @@ CASES = {
 }
 
 
+BACKENDS = {"triton": OnePass, "c": CompiledOnePass}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
-def test_one_pass_equals_the_pure_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pass_equals_the_pure_kernel(case: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend == "c":
+        needs_c()
     options = {"rise": -1e-4, "batch": 40, "prior": None, "fixed": False, "acceptance": Minibatch(), "sigma": 0.01} | CASES[
         case
     ]
@@ -136,15 +153,16 @@ def test_one_pass_equals_the_pure_kernel(case: str, monkeypatch: pytest.MonkeyPa
     before = [p.clone() for p in params]
     flag, rates = frozen_at.clone(), torch.full((1,), 0.25, dtype=torch.float64, device=DEVICE)
     backup = [torch.full_like(p, torch.nan) for p in params]
-    one = OnePass(
+    one = BACKENDS[backend](
         params, m1, m2, backup, counts=counts, num_steps=7, frozen_at=flag, sum_rates=rates, fixed=bool(options["fixed"])
     )
     one.tell(Settings(1.5, lr, betas, eps, sigma, [0.0] * n if prior is None else list(prior.precision(params))))
     table, fresh = one.point_at(grads), one.point_at(fresh_grads)
     one.propose(torch.tensor([KEY], device=DEVICE), 1000.0, table)
-    rows = torch.full((16, 11), torch.nan, dtype=torch.float64, device=DEVICE)
+    at = 5 if backend == "triton" else 0
+    rows = torch.full((at + 11, 11), torch.nan, dtype=torch.float64, device=DEVICE)
     flags = torch.zeros(2, 1, dtype=torch.uint8, device=DEVICE)
-    slot = torch.full((1,), 5, dtype=torch.int64, device=DEVICE)
+    slot = torch.full((1,), at, dtype=torch.int64, device=DEVICE)
     noise_scale = (
         0.0 if options["fixed"] else 1000 * math.sqrt((1 - batch / 1000) / batch) if batch and batch < 1000 else math.nan
     )
@@ -162,8 +180,8 @@ def test_one_pass_equals_the_pure_kernel(case: str, monkeypatch: pytest.MonkeyPa
         slot=slot,
         flags=flags,
     )
-    found = read_row(rows[5][:, None], flags)
-    assert int(slot) == 6
+    found = read_row(rows[at][:, None], flags)
+    assert int(slot) == at + (backend == "triton")
     for name, mine, theirs in zip(Info._fields, found, info, strict=True):
         if case == "frozen" and not name.startswith(("is_acc", "acc")):
             continue  # what a frozen chain would do is not computed
@@ -176,7 +194,7 @@ def test_one_pass_equals_the_pure_kernel(case: str, monkeypatch: pytest.MonkeyPa
     if not bool(info.is_accepted):
         assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True)), "bit for bit"
     assert int(flag) == int(expected.frozen_at)
-    assert int(one.clock) == 8
+    assert int(one.clock) == 8, "the step that is next"
     if case not in ("bad gradient", "nan at theta"):  # there all sound gradients are taken in, and the chain stops
         for mine, theirs in ((m1, expected.memory.exp_avg), (m2, expected.memory.exp_avg_sq)):
             for a, b in zip(mine, theirs, strict=True):
@@ -235,9 +253,14 @@ def test_the_noise_does_not_depend_on_the_launch(block: int, monkeypatch: pytest
 # --- through the optimizer's door -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def one_pass_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AdamMCMC, "_one_pass_devices", ("cuda", "cpu"))
+@pytest.fixture(params=["triton", "c"])
+def one_pass_everywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "triton":
+        monkeypatch.setattr(AdamMCMC, "_one_pass_devices", ("cuda", "cpu"))
+        return
+    needs_c()
+    original = AdamMCMC.__init__
+    monkeypatch.setattr(AdamMCMC, "__init__", lambda self, *args, **options: original(self, *args, fused=True, **options))
 
 
 def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -357,5 +380,43 @@ def test_it_goes_on_bit_for_bit(fixed: bool) -> None:
 def test_what_the_kernels_do_not_know_runs_as_before() -> None:
     model, x, y = problem()
     sampler = sampler_of(model.double())
+    if sampler.fused:
+        with pytest.raises(ValueError, match="float32 and contiguous"):
+            sampler.step(lambda: F.cross_entropy(model(x.double()), y))
+        return
     sampler.step(lambda: F.cross_entropy(model(x.double()), y))
     assert sampler._one_pass(sampler._layout()) is None
+
+
+def test_fused_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = problem()
+    examples = TensorExamples(lambda x, y: F.cross_entropy(model(x), y, reduction="none"), x, y)
+    sampler = sampler_of(model, fused=True, acceptance=FullData(), examples=examples)
+    with pytest.raises(ValueError, match="must look at the batch"):
+        sampler.step(lambda: F.cross_entropy(model(x), y))
+    if DEVICE.type == "cpu":
+        library.cache_clear()
+        monkeypatch.setenv("CC", "no-such-compiler")
+        with pytest.raises(CannotCompile, match="no-such-compiler"):
+            sampler_of(model, fused=True).step(lambda: F.cross_entropy(model(x), y))
+        library.cache_clear()
+
+
+def test_the_threads_of_c_have_no_influence() -> None:
+    needs_c()
+    ends = []
+    for threads in (1, 2):
+        torch.manual_seed(0)
+        p = [torch.randn(70_001), torch.randn(40_000)]
+        m1, m2, old = ([torch.rand_like(x) for x in p] for _ in range(3))
+        flag, rates = torch.full((1,), -1), torch.zeros(1, dtype=torch.float64)
+        one = CompiledOnePass(p, m1, m2, old, counts=[2, 2], num_steps=0, frozen_at=flag, sum_rates=rates, fixed=False)
+        one.tell(Settings(1.0, [0.1] * 2, [(0.9, 0.9)] * 2, [1e-8] * 2, [1.0, 2.0], [0.5, 0.0]))
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            one.propose(torch.tensor([KEY]), 10.0, one.point_at([x.clone() for x in p]))
+        finally:
+            torch.set_num_threads(before)
+        ends.append([*p, *m1, *m2, one._sums[:5].clone()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +25,28 @@ from adammcmc.proposal import Move, draw_along
 from adammcmc.randomness import Randomness
 from adammcmc.target import Evaluation, Potential
 
-__all__ = ["InPlaceAdamMCMC", "Workspace"]
+__all__ = ["InPlaceAdamMCMC", "Settings", "Workspace", "read_row"]
 
 _WORTH_A_HELPER = 1 << 16  # parameters; below, asking a thread costs more than drawing
+
+
+class Settings(NamedTuple):
+    """The numbers of a step in one pass (`onepass`, `compiled`), one for each parameter tensor where a list is."""
+
+    sigma_along: float
+    lr: Sequence[float]
+    betas: Sequence[tuple[float, float]]
+    eps: Sequence[float]
+    sigma: Sequence[float]
+    precision: Sequence[float]
+    """Of a Gaussian prior; 0 where it is flat."""
+
+
+def read_row(row: Tensor, flags: Tensor) -> Info:
+    """What a step in one pass reported, (11, 1) and (2, 1), as an `Info` of one chain."""
+    fields = list(row.unbind())
+    fields[5], fields[6] = flags.view(torch.bool).unbind()
+    return Info(*fields)
 
 
 class Workspace:

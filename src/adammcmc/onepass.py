@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from adammcmc.kernel import Info
+from adammcmc.fused import Settings
 from adammcmc.philox import normals, wide_uniform
 
-__all__ = ["OnePass", "Settings"]
+__all__ = ["OnePass"]
 
 _BLOCK = 1024  # weights that a program works on at once
 _DECISIVE = 1024  # losses that are read at once
@@ -302,18 +302,6 @@ def _products(places, gradients, sizes, coefficients, out, inverse_scale, BLOCK:
 # --- their host -------------------------------------------------------------------------------------------------------------
 
 
-class Settings(NamedTuple):
-    """The numbers of a step, one for each parameter tensor where a list is."""
-
-    sigma_along: float
-    lr: Sequence[float]
-    betas: Sequence[tuple[float, float]]
-    eps: Sequence[float]
-    sigma: Sequence[float]
-    precision: Sequence[float]
-    """Of a Gaussian prior; 0 where it is flat."""
-
-
 class OnePass:
     """One chain of Algorithm 1 over parameters that stay where they are; moments, the copy of theta and counts on the device.
 
@@ -484,10 +472,3 @@ class OnePass:
             self.num_tensors, self._action,
             FIXED=self.fixed, BLOCK=_BLOCK, num_warps=_WARPS,
         )  # fmt: skip
-
-
-def read_row(row: Tensor, flags: Tensor) -> Info:
-    """What `decide` reported, (11, 1) and (2, 1), as an `Info` of one chain."""
-    fields = list(row.unbind())
-    fields[5], fields[6] = flags.view(torch.bool).unbind()
-    return Info(*fields)

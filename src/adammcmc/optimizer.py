@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from adammcmc.capture import Ring
 from adammcmc.closure import Closure, ClosurePotential
 from adammcmc.data import Examples
 from adammcmc.direction import AdamMemory
-from adammcmc.fused import InPlaceAdamMCMC, Workspace
+from adammcmc.fused import InPlaceAdamMCMC, Settings, Workspace, read_row
 from adammcmc.leaves import same
 from adammcmc.packing import Packing
 from adammcmc.sampler import GraphBody, Outcome, Params, Sampler
@@ -48,6 +48,17 @@ class _Passes(NamedTuple):
     """The gradient at the present weights, for fixed data."""
     table: Tensor | None
     """Its addresses."""
+
+
+def _backend(is_cpu: bool) -> type[OnePass]:
+    """Imported where it is used: Triton and a compiler are not everywhere."""
+    if is_cpu:
+        from adammcmc.compiled import CompiledOnePass
+
+        return cast("type[OnePass]", CompiledOnePass)
+    from adammcmc.onepass import OnePass
+
+    return OnePass
 
 
 class AdamMCMC(Sampler):
@@ -78,6 +89,9 @@ class AdamMCMC(Sampler):
             "frozen" (running statistics, which stay as they are). Dropout has the same mask on both sides of a step.
         burn_in: a `BurnIn` (or a number of steps) of adaptation: sigma to an acceptance of 0.6, sigma_along to 0.8 of the
             proposal alone. Nothing should be collected before `is_adapting` is False. None: no adaptation.
+        fused: make the step in one pass over memory, with counter-based noise. None does so on a GPU where it can (float32,
+            `Minibatch` or `AlwaysAccept`, Triton); True also on the CPU, by a C compiler, or raises; False never. The chains
+            are the same in law, but with other random numbers.
         generator: the source of all randomness; by default a new one, seeded from torch's global seed. The closure must not
             draw from it.
     """
@@ -104,8 +118,10 @@ class AdamMCMC(Sampler):
         fixed_data: bool = False,
         batch_norm: BatchNormPolicy = "batch",
         burn_in: BurnIn | int | None = None,
+        fused: bool | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
+        self.fused = fused
         self._bound: tuple[Packing, list[Tensor], AdamMemory] | None = None
         self._built: tuple[Packing, Any, InPlaceAdamMCMC] | None = None
         self._passes: _Passes | None = None
@@ -180,17 +196,23 @@ class AdamMCMC(Sampler):
         looks_at_batch = isinstance(self.acceptance, Minibatch) or (
             isinstance(self.acceptance, AlwaysAccept) and not self.fixed_data
         )
-        if self.device.type not in self._one_pass_devices or not looks_at_batch:
+        is_cpu = self.device.type == "cpu" and self.fused is True
+        if self.fused is False or not (is_cpu or self.device.type in self._one_pass_devices):
+            return None
+        if not looks_at_batch:
+            self._not_fused(f"the test must look at the batch, not {self.acceptance}")
             return None
         memory = self._gather(packing)
         key = (packing, memory.exp_avg, self._frozen_at, self._sum_acceptance, self.fixed_data)
         if self._passes is None or not same(self._passes.key, key):
             one, cache, table = None, [], None
             fits = all(p.dtype == torch.float32 and p.is_contiguous() for p in packing.params)
-            if fits and find_spec("triton") is not None:
-                from adammcmc.onepass import OnePass
-
-                one = OnePass(
+            if not fits:
+                self._not_fused("parameters must be float32 and contiguous")
+            elif not is_cpu and find_spec("triton") is None:
+                self._not_fused("there is no Triton")
+            else:
+                one = _backend(is_cpu)(
                     [p.detach() for p in packing.params],
                     packing.views(memory.exp_avg),
                     packing.views(memory.exp_avg_sq),
@@ -208,12 +230,14 @@ class AdamMCMC(Sampler):
             self._passes = _Passes(key, one, cache, table)
         return self._passes.one
 
+    def _not_fused(self, reason: str) -> None:
+        if self.fused:
+            raise ValueError(f"fused=True is not possible here: {reason}. Leave it out.")
+
     def _transition(self, packing: Packing, closures: Sequence[Closure]) -> Outcome:
         one = self._one_pass(packing)
         if one is None:
             return super()._transition(packing, closures)
-        from adammcmc.onepass import read_row
-
         potential = self._potential(packing, closures)
         self._layers.begin()
         self._tell(one, packing)
@@ -240,8 +264,6 @@ class AdamMCMC(Sampler):
 
     def _tell(self, one: OnePass, packing: Packing) -> None:
         """The present settings, one for each parameter."""
-        from adammcmc.onepass import Settings
-
         keys = ("lr", "betas", "eps", "sigma", "sigma_along")
         told = (one, self.target, *(group[key] for group in self.param_groups for key in keys))
         if told == self._told:
