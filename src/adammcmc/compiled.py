@@ -193,20 +193,22 @@ class CompiledOnePass:
         if log_prior is not None:
             prior_here = float(log_prior[0])
             prior_change = float(log_prior[1]) - prior_here
-        loss = float(here.double().mean())
+        loss = _mean(here)
         was_free = int(self._frozen_at) < 0
         healthy = math.isfinite(square + loss + prior_here) and was_free
         proposed_loss = log_q = log_ratio = noise = math.nan
         if there is not None:
-            difference = there.double() - here.double()
-            proposed_loss, mean = float(there.double().mean()), float(difference.mean())
+            proposed_loss = _mean(there)
+            # the losses are subtracted one by one: see `target.potential_difference`
+            difference = None if here.numel() == 1 else there.double() - here.double()
+            mean = proposed_loss - loss if difference is None else float(difference.mean())
             log_q = (cross - (1 - s.sigma_along * self._z) * ratio) * (2 / (1 + s.sigma_along**2 * ratio))
             log_ratio = log_q - (scale * mean - prior_change)
             finite = math.isfinite(log_ratio)
             accepted = healthy and finite and self._log_uniform < log_ratio
             rate = math.exp(min(log_ratio, 0.0)) if healthy and finite else 0.0
             noise = 0.0 if noise_scale == 0 else noise_scale
-            if math.isfinite(noise_scale) and noise_scale > 0:
+            if difference is not None and noise_scale > 0:
                 noise = float(difference.std()) * noise_scale
             if self.fixed and accepted:
                 here.copy_(there)
@@ -230,6 +232,10 @@ class CompiledOnePass:
         report = [loss, proposed_loss, log_q, log_ratio, rate, float(accepted), float(finite)]  # in the order of `Info`
         rows[0].copy_(torch.tensor([*report, known, scale * loss - prior_here, reach, noise], dtype=torch.float64))
         flags.copy_(torch.tensor([[accepted], [finite]], dtype=torch.uint8))
+
+
+def _mean(losses: Tensor) -> float:
+    return float(losses) if losses.numel() == 1 else float(losses.double().mean())
 
 
 def _philox(key: int, stream: int) -> tuple[int, int, int, int]:
