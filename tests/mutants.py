@@ -266,6 +266,41 @@ MUTANTS = [
         "torch.manual_seed(0)",
         "tests/jets/test_tagger.py",
     ),
+    Mutant(
+        "the drift of one pass in the wrong direction",
+        "onepass.py",
+        "tau = p + sigma * noise + along * u",
+        "tau = p + sigma * noise - along * u",
+        "tests/test_onepass.py",
+    ),
+    Mutant(
+        "a refused proposal left in place by one pass",
+        "onepass.py",
+        "    last = tl.where(action == 1, num_chunks, 0)\n",
+        "    last = tl.where(action == 3, num_chunks, 0)\n",
+        "tests/test_onepass.py",
+    ),
+    Mutant(
+        "the second moment of C with another decay",
+        "onepass.c",
+        "b = keep2 * m2[i] + new2 * grad * grad",
+        "b = keep2 * keep2 * m2[i] + new2 * grad * grad",
+        "tests/test_onepass.py",
+    ),
+    Mutant(
+        "one stream of counters for all chains",
+        "philox.py",
+        "    key = tl.load(keys + chain)\n",
+        "    key = tl.load(keys + chain * 0)\n",
+        "tests/test_randomness.py",
+    ),
+    Mutant(
+        "the gradient of a particle lost on its own edges",
+        "jets/edges.py",
+        "                left += g\n",
+        "                left += g * 0\n",
+        "tests/jets/test_edges.py",
+    ),
 ]
 
 
