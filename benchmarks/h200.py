@@ -69,7 +69,7 @@ def update(device: torch.device, repeats: int) -> dict[str, float]:
 
     def ours(there: Tensor) -> None:
         key = torch.randint(-(2**63), 2**63 - 1, (1,), device=device, generator=generator)
-        one.propose(key, 1e5, table)
+        one.propose(key, 1e5, table, here)
         one.decide(
             here, there, None, scale=1e5, noise_scale=0.0, gradients=table, rows=rows, slot=one.first_row, flags=flags
         )  # fmt: skip

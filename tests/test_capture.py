@@ -359,3 +359,73 @@ def test_stacked_chains_are_captured_too(name: str, layers: str, monkeypatch: py
     for a, b in zip(graphs, usual, strict=True):
         for x, y in zip(a, b, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+@pytest.mark.parametrize("layers", ["dropout", "norm"])
+def test_after_eval_another_graph_is_captured(layers: str) -> None:
+    model = network(layers)
+    sampler = adam(model)
+
+    def loss(batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    data = batches()
+    for batch in itertools.islice(itertools.cycle(data), 8):
+        sampler.step(loss, batch)
+    model.eval()
+    buffers = [b.clone() for b in model.buffers()]
+    for batch in itertools.islice(itertools.cycle(data), 10):
+        with torch.no_grad():
+            wanted = loss(batch)
+        torch.testing.assert_close(sampler.step(loss, batch), wanted, rtol=1e-4, atol=1e-5)
+    assert len(sampler._captures._graphs) == 2
+    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+@pytest.mark.parametrize("extra", [torch.tensor(0.5), [1, 2].__iter__()], ids=["on the host", "no tensor"])
+def test_what_a_graph_cannot_read_is_not_captured(extra: object) -> None:
+    model = network()
+    sampler = adam(model)
+    x, y = batches(1)[0]
+    with pytest.warns(UserWarning, match="on the host|holds a"):
+        sampler.step(lambda b: F.cross_entropy(model(b[0]), b[1]), (x, y, extra))
+    sampler.step(lambda b: F.cross_entropy(model(b[0]), b[1]), (x, y, extra))  # and not again
+    assert sampler.num_steps == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+def test_parameters_that_move_are_followed() -> None:
+    model = network()
+    sampler = adam(model)
+
+    def loss(batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    data = batches()
+    for round_ in range(2):
+        for batch in itertools.islice(itertools.cycle(data), 8):
+            with torch.no_grad():
+                wanted = loss(batch)
+            torch.testing.assert_close(sampler.step(loss, batch), wanted, rtol=1e-4, atol=1e-5)
+        if round_ == 0:
+            model.cpu()
+            model.cuda()
+    assert sampler.num_steps == 16
+
+
+def test_a_callers_autocast_does_not_hide_the_proposal() -> None:
+    """Its cache would hand the second evaluation the weights of the first."""
+    model = network()
+    sampler = adam(model)
+    x, y = batches(1)[0]
+    changes = []
+    with torch.autocast(DEVICE, torch.bfloat16):
+        for _ in range(6):
+            sampler.step(lambda: F.cross_entropy(model(x).float(), y))
+            changes.append(float(sampler.info.proposed_loss - sampler.info.loss))
+    assert all(change != 0 for change in changes)

@@ -21,7 +21,7 @@ from adammcmc.stateful import GraphNumbers
 __all__ = ["Captures", "Ring"]
 
 _WARM_UP = 3  # steps as usual before a graph is captured: layers, caches and compiled code must have settled
-_MOST = 8  # graphs; more shapes than that run as usual
+_MOST = 16  # shapes of batches, or settings that a graph has written into it; with more than that nothing is captured any more
 _ROWS = 16  # that a ring holds
 
 
@@ -59,6 +59,7 @@ class _Graph:
         self.loss = loss
         self._static = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         self._last: list[tuple[Any, int]] = []
+        self._trusts_identity = bool(sampler.fixed_data)  # fixed data are the user's promise
         static = _pytree.tree_unflatten(self._static, structure)
         self.graph = torch.cuda.CUDAGraph()
         generators = [torch.cuda.default_generators[sampler.device.index or 0]]
@@ -68,7 +69,8 @@ class _Graph:
         self.numbers: GraphNumbers | None = sampler._layers.graph_numbers(self.graph, sampler._num_evaluations())
         before = [generator.get_state() for generator in generators]
         try:
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            stream = torch.cuda.Stream(sampler.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                 self.body = sampler._in_graph(lambda: loss(static), ring, self.numbers)
         except BaseException:
             for generator, state in zip(generators, before, strict=True):
@@ -91,14 +93,16 @@ class _Graph:
             return
         with self.numbers.replayed():
             self.graph.replay()
+        if not self.numbers.have_moved:  # the loss draws none
+            self.numbers = None
 
     def _fresh(self, leaves: list[Any]) -> list[Tensor | None]:
-        """What must be copied: not a tensor that was copied before, and that nobody has written to since."""
+        """What must be copied: of fixed data not a tensor that was copied before, and that nobody has written to since."""
         known = [(x, x._version) if isinstance(x, Tensor) else (x, 0) for x in leaves]
         old = self._last if self._last else [(None, 0)] * len(known)
         self._last = known
         return [
-            x if isinstance(x, Tensor) and not (x is y and version == w) else None
+            x if isinstance(x, Tensor) and not (self._trusts_identity and x is y and version == w) else None
             for (x, version), (y, w) in zip(known, old, strict=True)
         ]
 
@@ -112,25 +116,37 @@ class Captures:
         self._functions: set[Callable[..., Any]] = set()
         self._reason: str | None = None
         self._ring: Ring | None = None
+        self._layout: Any = None
 
     def step(self, sampler: Any, loss: Callable[[Any], Tensor], batch: Any) -> Tensor:
         """One step of the sampler on this batch, replayed if it can be."""
         if sampler.device.type != "cuda" or self._reason is not None or sampler.is_adapting:
             return self._usual(sampler, loss, batch)
-        with sampler._same_layout():
+        with sampler._on_device(), sampler._same_layout():
+            if (layout := getattr(sampler, "_packing", None)) is not self._layout:
+                self._graphs.clear()  # of other parameters, or of a state that was replaced
+                self._seen.clear()
+                self._layout = layout
             return self._step(sampler, loss, batch)
 
     def _step(self, sampler: Any, loss: Callable[[Any], Tensor], batch: Any) -> Tensor:
-        graph = self._graphs.get(key) if (key := self._key(sampler, loss, batch)) is not None else None
+        leaves, structure = _pytree.tree_flatten(batch)
+        if (reason := _why_not_batch(leaves)) is not None:
+            self._give_up(reason)
+            return self._usual(sampler, loss, batch)
+        parts = tuple((x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else (type(x), x) for x in leaves)
+        key = (loss, structure, parts, sampler._graph_key())  # two bound methods of one object are equal
+        graph = self._graphs.get(key)
         if graph is None:
-            if key is None or (reason := self._why_not(sampler, key, loss)) is not None:
-                if key is not None:
-                    self._give_up(str(reason))
+            if (reason := self._why_not(sampler, key, loss)) is not None:
+                self._give_up(reason)
                 return self._usual(sampler, loss, batch)
             if self._seen.setdefault(key, 0) < _WARM_UP or sampler.num_steps < _WARM_UP:
                 self._seen[key] += 1
                 return self._usual(sampler, loss, batch)
             sampler._before_step()
+            if not sampler._knows_where_it_is():
+                return self._usual(sampler, loss, batch)
             sampler._before_capture()
             if self._ring is None:
                 self._ring = Ring(sampler.device, sampler.num_chains)
@@ -154,17 +170,6 @@ class Captures:
         result: Tensor = sampler._usual_step([lambda: loss(batch)])
         return result
 
-    def _key(self, sampler: Any, loss: Callable[[Any], Tensor], batch: Any) -> Any:
-        """What must be the same for a graph to be valid; None if the batch has no shape that could be."""
-        leaves, structure = _pytree.tree_flatten(batch)
-        parts = tuple((x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else x for x in leaves)
-        key = (loss, structure, parts, sampler._graph_key())  # two bound methods of one object are equal
-        try:
-            hash(key)
-        except TypeError:
-            return None
-        return key
-
     def _why_not(self, sampler: Any, key: Any, loss: Callable[[Any], Tensor]) -> str | None:
         if (reason := sampler._why_not_captured()) is not None:
             return str(reason)
@@ -173,7 +178,7 @@ class Captures:
         if len(alike) >= 2:
             return "each call brings a new function; define the loss once, outside of the loop"
         self._functions.add(loss)
-        if key not in self._seen and len(self._seen) >= _MOST * 2:
+        if key not in self._seen and len(self._seen) >= _MOST:
             return f"there are more than {_MOST} shapes of batches or settings; make batches alike, and leave the settings"
         return None
 
@@ -183,3 +188,14 @@ class Captures:
         warnings.warn(
             f"steps are not captured in a CUDA graph: {reason.rstrip('.')}. They run as usual, only slower.", stacklevel=5
         )
+
+
+def _why_not_batch(leaves: list[Any]) -> str | None:
+    """A graph reads its batch from the device; what is not there would be written into it once and for all."""
+    for x in leaves:
+        if isinstance(x, Tensor):
+            if x.device.type != "cuda":
+                return "the batch has tensors on the host: move them to the device first"
+        elif not isinstance(x, int | float | bool | str | None):
+            return f"the batch holds a {type(x).__name__}: pass tensors, in tuples, lists, dictionaries or named tuples"
+    return None

@@ -46,13 +46,13 @@ def library() -> Any:
     # torch's own threads, if it has them: two pools of threads would fight for the cores
     threads = next(iter(sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))), None)
     flags = (*_FLAGS, *(("-fopenmp",) if threads is not None else ("-fopenmp-simd",)))
-    about = (source.read_bytes(), str(flags), compiler, platform.processor(), platform.node())
+    about = (source.read_bytes(), str(flags), compiler, platform.machine(), _processor())
     name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adammcmc"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
-        folder = Path(tempfile.gettempdir())
+        folder = Path(tempfile.mkdtemp(prefix="adammcmc-"))  # nobody else's
     file = folder / f"onepass-{name}.so"
     if not file.exists():
         with tempfile.TemporaryDirectory(dir=folder) as work:
@@ -79,6 +79,15 @@ def library() -> Any:
     propose.argtypes += [pointer, ctypes.c_uint64, ctypes.c_float, ctypes.c_double, pointer, ctypes.c_int32]
     propose.restype = None
     return propose
+
+
+def _processor() -> str:
+    """What the code is compiled for: a cache may be carried to another machine."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() + platform.node()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
 class _Table(NamedTuple):
@@ -121,6 +130,7 @@ class CompiledOnePass:
         self._sums = torch.zeros(5 * (len(chunks) + 1), dtype=torch.float64)
         self._settings: Settings | None = None
         self._z = self._log_uniform = 0.0
+        self._is_moved = False
         self.no_prior = torch.zeros(1, dtype=torch.float64)
         self.first_row = torch.zeros(1, dtype=torch.int64)
 
@@ -136,15 +146,16 @@ class CompiledOnePass:
         """theta to its place, whatever was proposed."""
         torch._foreach_copy_(self._params, self.backup)
 
-    def propose(self, key: Tensor, scale: float, gradients: _Table) -> None:
-        """theta -> tau, in place."""
+    def propose(self, key: Tensor, scale: float, gradients: _Table, losses: Tensor) -> None:
+        """theta -> tau, in place, if the losses at theta are numbers."""
         s, bits = self._settings, int(key) % (1 << 64)
         assert s is not None
         a, b, c, d = _philox(bits, 1)
         self._z = math.sqrt(-2 * math.log(_wide_uniform(a, b))) * math.cos(2 * math.pi * (_wide_uniform(c, d) - 0.5))
         a, b, _, _ = _philox(bits, 2)
         self._log_uniform = math.log(_wide_uniform(a, b))
-        if int(self._frozen_at) >= 0:
+        self._is_moved = int(self._frozen_at) < 0 and math.isfinite(_mean(losses))
+        if not self._is_moved:
             self._sums[:5] = 0.0
             return
         rows = []
@@ -220,7 +231,7 @@ class CompiledOnePass:
             rate = float(accepted)
         if was_free and not healthy:
             self._frozen_at.fill_(self.clock)
-        if was_free and not accepted:
+        if self._is_moved and not accepted:
             self.put_back()
         if accepted and self.fixed and fresh is not None:
             torch._foreach_copy_(gradients.tensors, fresh.tensors)

@@ -161,6 +161,15 @@ class _BatchSums:
         return self.sums[: self.num_blocks // self.per_batch].cpu() / (self.per_batch * _BLOCK)
 
 
+def _scales(scales: Sequence[Setting], like: Tensor) -> Setting:
+    """One for all steps, or (steps, 1 or chains) where the temperature changed between them."""
+    first = scales[0]
+    if all(s is first or (not isinstance(s, Tensor) and not isinstance(first, Tensor) and s == first) for s in scales):
+        return first
+    rows = [torch.as_tensor(s, dtype=torch.float64).to(like.device).reshape(-1) for s in scales]
+    return torch.stack([row.expand(max(len(r) for r in rows)) for row in rows])
+
+
 def _series(infos: Info, scale: Setting, *, by_chain: bool = False) -> Tensor:
     """(steps, series) from fields of shape (steps, chains), means over the chains; or (steps, chains, series)."""
     change = scale * (infos.proposed_loss - infos.loss)
@@ -239,10 +248,11 @@ class Monitor:
         if fresh:
             columns = zip(*(info for info, _ in fresh), strict=True)
             infos = Info(*(torch.stack([x.double() for x in column]) for column in columns))
-            parts.append(_series(infos, fresh[0][1], by_chain=bool(self._chains)))
+            parts.append(_series(infos, _scales([row[1] for row in fresh], infos.loss), by_chain=bool(self._chains)))
         if in_rings:
             rows = torch.stack([ring[row] for ring, row, _ in in_rings])
-            parts.append(_series(Info(*rows.unbind(1)), in_rings[0][2], by_chain=bool(self._chains)))
+            infos = Info(*rows.unbind(1))
+            parts.append(_series(infos, _scales([row[2] for row in in_rings], infos.loss), by_chain=bool(self._chains)))
         return torch.cat(parts)
 
     def totals(self) -> dict[str, float]:

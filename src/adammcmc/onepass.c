@@ -1,5 +1,5 @@
 /* Algorithm 1 in one pass over the parameters, for the CPU: what onepass.py has for the GPU, with the same counter-based noise.
-   Compiled when it is first asked for (host.py). Everything is written so that a compiler vectorises it: Philox, logarithm, sine
+   Compiled when it is first asked for (compiled.py). Everything is written so that a compiler vectorises it: Philox, logarithm, sine
    and cosine are straight arithmetic on rows of numbers. */
 #include <math.h>
 #include <stdint.h>
@@ -71,7 +71,7 @@ static void row_of(float *restrict p, const float *restrict g, float *restrict m
 #pragma omp simd reduction(+ : uu, ue, pp, change)
     for (int i = 0; i < n; i++) {
         float theta = p[i], grad = g[i] + pull * theta;
-        int sound = fabsf(grad) < 1.8e19f; /* else the chain freezes, and the moments stay clean */
+        int sound = fabsf(grad) < 1.8e19f; /* else the chain freezes; the moments of this weight stay clean */
         float a = m1[i] + new1 * (grad - m1[i]), b = keep2 * m2[i] + new2 * grad * grad;
         float u = step_size * a / (sqrtf(b) + eps);
         u = sound ? u : NAN;

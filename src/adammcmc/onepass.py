@@ -41,8 +41,17 @@ _SMALL = 1 << 20  # weights; below, one launch is faster than two with aligned l
 
 
 @triton.jit
-def _prepare(key_at, settings, counts, coefficients, numbers, num_tensors, BLOCK: tl.constexpr):
-    """What is the same for all weights of a tensor (bias correction), and what for all: z and the uniform number."""
+def _prepare(
+    key_at, settings, counts, coefficients, numbers, num_tensors, losses, num_losses, frozen_at, BLOCK: tl.constexpr
+):  # fmt: skip
+    """What is the same for all weights of a tensor (bias correction), and what for all: z, the uniform number, and whether
+    the chain may move (it is not frozen, and the loss where it stands is a number)."""
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, num_losses, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        total += tl.load(losses + i, mask=i < num_losses, other=0.0).to(tl.float64)
+    may_move = (tl.abs(tl.sum(total)) < float("inf")) & (tl.load(frozen_at) < 0)
+    tl.store(numbers + 3, may_move.to(tl.float64))
     key = tl.load(key_at)
     zero = tl.zeros([1], tl.uint32)
     a, b, c, d = tl.philox(key, zero, zero, zero + 1, zero)  # the third counter sets these apart from the weights' numbers
@@ -79,14 +88,14 @@ def _prepare(key_at, settings, counts, coefficients, numbers, num_tensors, BLOCK
 
 @triton.jit
 def _propose(
-    places, gradients, sizes, bases, chunks, num_chunks, coefficients, numbers, key_at, frozen_at, sums, num_sums, first,
+    places, gradients, sizes, bases, chunks, num_chunks, coefficients, numbers, key_at, sums, num_sums, first,
     num_tensors, inverse_scale, HAS_PRIOR: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """theta, g, m1, m2 -> m1, m2, the copy of theta, and tau where theta was; partial sums of each program."""
     program = tl.program_id(0)
     key = tl.load(key_at)
     along = tl.load(numbers + 1).to(tl.float32)
-    last = tl.where(tl.load(frozen_at) < 0, num_chunks, 0)  # a frozen chain is not touched
+    last = tl.where(tl.load(numbers + 3) > 0, num_chunks, 0)  # a frozen chain is not touched
     square = tl.zeros([], tl.float64)
     ratio = tl.zeros([], tl.float64)
     cross = tl.zeros([], tl.float64)
@@ -118,7 +127,7 @@ def _propose(
         noise = tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3))
         if HAS_PRIOR:
             g += p * (precision * inverse_scale).to(tl.float32)
-        # a gradient that is no number, or whose square is none, freezes the chain and must not stain the moments
+        # a gradient that is no number, or whose square is none, freezes the chain; the moments of this weight stay clean
         sound = tl.abs(g) < 1.8e19
         u1 = m1 + new1 * (g - m1)
         u2 = keep2 * m2 + new2 * g * g
@@ -235,8 +244,8 @@ def _decide(
     step = tl.load(clock)
     tl.store(frozen_at, tl.where(was_free & (healthy == 0), step, tl.load(frozen_at)))
     tl.store(clock, step + 1)
-    # nothing to do for a chain that was frozen before; else 1: put theta back, 2: the proposal stays
-    tl.store(action, tl.where(was_free, tl.where(accepted, 2, 1), 0))
+    # nothing to do for a chain that was not touched; else 1: put theta back, 2: the proposal stays
+    tl.store(action, tl.where(tl.load(numbers + 3) > 0, tl.where(accepted, 2, 1), 0))
     tl.store(sum_rates, tl.load(sum_rates) + rate)
     tl.store(flags, accepted.to(tl.uint8))
     tl.store(flags + 1, finite.to(tl.uint8))
@@ -361,7 +370,7 @@ class OnePass:
         self.clock = table([num_steps], torch.int64)
         self._frozen_at, self._sum_rates = frozen_at, sum_rates
         self._coefficients = torch.zeros(len(params), _NUM_COEFFICIENTS, dtype=torch.float64, device=device)
-        self._numbers = torch.zeros(3, dtype=torch.float64, device=device)
+        self._numbers = torch.zeros(4, dtype=torch.float64, device=device)
         self._widths = [min(n, self._num_programs()) for _, n, _ in self._launches]
         self._sums = torch.zeros(_NUM_SUMS, sum(self._widths), dtype=torch.float64, device=device)
         self._action = torch.zeros(1, dtype=torch.int32, device=device)
@@ -402,17 +411,20 @@ class OnePass:
         addresses = torch.tensor([g.data_ptr() for g in gradients], dtype=torch.int64)
         return addresses.to(self.device, non_blocking=True)
 
-    def propose(self, key: Tensor, scale: float, gradients: Tensor) -> None:
-        """theta -> tau, in place. `key`: (1,), int64; `gradients`: a table of `point_at`."""
+    def propose(self, key: Tensor, scale: float, gradients: Tensor, losses: Tensor) -> None:
+        """theta -> tau, in place, if the losses there are numbers. `key`: (1,), int64; `gradients`: a table of `point_at`."""
         settings = self._told
         assert settings is not None
         n = self.num_tensors
-        _prepare[(1,)](key, self._settings, self._counts, self._coefficients, self._numbers, n, BLOCK=128)
+        _prepare[(1,)](
+            key, self._settings, self._counts, self._coefficients, self._numbers, n, losses, losses.numel(), self._frozen_at,
+            BLOCK=128,
+        )  # fmt: skip
         first = 0
         for (chunks, num_chunks, is_full), width in zip(self._launches, self._widths, strict=True):
             _propose[(width,)](
                 self._places, gradients, self._sizes, self._bases, chunks, num_chunks, self._coefficients, self._numbers,
-                key, self._frozen_at, self._sums, self._sums.shape[1], first, n, 1 / scale,
+                key, self._sums, self._sums.shape[1], first, n, 1 / scale,
                 HAS_PRIOR=any(settings.precision), FULL=is_full, BLOCK=_BLOCK, num_warps=_WARPS,
             )  # fmt: skip
             first += width

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -26,7 +25,8 @@ from adammcmc.direction import AdamMemory
 from adammcmc.fused import InPlaceAdamMCMC, Settings, Workspace, read_row
 from adammcmc.leaves import same
 from adammcmc.packing import Packing
-from adammcmc.sampler import GraphBody, Outcome, Params, Sampler
+from adammcmc.randomness import why_no_triton
+from adammcmc.sampler import GraphBody, Outcome, Params, Sampler, plain
 from adammcmc.stateful import BatchNormPolicy, GraphNumbers
 from adammcmc.target import Evaluation, Gaussian, Prior, Target
 from adammcmc.tuning import BurnIn
@@ -198,8 +198,10 @@ class AdamMCMC(Sampler):
         )
         is_cpu = self.device.type == "cpu" and self.fused is True
         if self.fused is False or not (is_cpu or self.device.type in self._one_pass_devices):
+            self._passes = None  # their counts would not move on with the pure kernel's
             return None
         if not looks_at_batch:
+            self._passes = None
             self._not_fused(f"the test must look at the batch, not {self.acceptance}")
             return None
         memory = self._gather(packing)
@@ -209,8 +211,8 @@ class AdamMCMC(Sampler):
             fits = all(p.dtype == torch.float32 and p.is_contiguous() for p in packing.params)
             if not fits:
                 self._not_fused("parameters must be float32 and contiguous")
-            elif not is_cpu and find_spec("triton") is None:
-                self._not_fused("there is no Triton")
+            elif not is_cpu and (reason := why_no_triton(self.device)) is not None:
+                self._not_fused(reason)
             else:
                 one = _backend(is_cpu)(
                     [p.detach() for p in packing.params],
@@ -259,13 +261,15 @@ class AdamMCMC(Sampler):
         self._count(packing)
         self._frozen_at_host.copy_(self._frozen_at, non_blocking=True)
         if self._here is not None:
-            self._left, self._fingerprint = packing.current, self._now(packing)
+            # on the CPU values are compared; elsewhere only whether there was a step
+            left = packing.pack(packing.params, packing.proposed) if self.device.type == "cpu" else packing.current
+            self._left, self._fingerprint = left, self._now(packing)
         return Outcome(info, lambda: self._theta_times_grad(one, packing, grads, table), None, loss_dtype=losses.dtype)
 
     def _tell(self, one: OnePass, packing: Packing) -> None:
         """The present settings, one for each parameter."""
         keys = ("lr", "betas", "eps", "sigma", "sigma_along")
-        told = (one, self.target, *(group[key] for group in self.param_groups for key in keys))
+        told = (one, self.target, *(plain(group[key]) for group in self.param_groups for key in keys))
         if told == self._told:
             return
         self._told = told
@@ -276,7 +280,7 @@ class AdamMCMC(Sampler):
         columns = {key: self._options(key) for key in ("lr", "betas", "eps", "sigma")}
         lr, betas, eps, sigma = ([columns[key][leaf] for leaf in owners] for key in columns)
         prior = self.target.prior
-        precision = list(prior.precision(packing.params)) if isinstance(prior, Gaussian) else [0.0] * len(owners)
+        precision = list(prior.precision(packing.params)) if type(prior) is Gaussian else [0.0] * len(owners)
         one.tell(Settings(self._sigma_along(), [float(x) for x in lr], betas, eps, [float(x) for x in sigma], precision))
 
     def _pass(
@@ -290,7 +294,7 @@ class AdamMCMC(Sampler):
         """
         assert self._passes is not None
         scale, prior = self.target.scale, self.target.prior
-        is_explicit = prior is not None and not isinstance(prior, Gaussian)  # the kernels know a Gaussian themselves
+        is_explicit = prior is not None and type(prior) is not Gaussian  # the kernels know a Gaussian themselves
         here = self._here
         if here is None:
             losses, found = potential.evaluate_live(with_grad=True)
@@ -309,7 +313,7 @@ class AdamMCMC(Sampler):
         if table is None:
             table = one.point_at(grads) if tables is None else tables[0]
         key = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=self.device, generator=self.generator)
-        one.propose(key, scale, table)
+        one.propose(key, scale, table, losses)
         self._is_proposed = True
         there, fresh = None, []
         if isinstance(self.acceptance, Minibatch):
@@ -341,11 +345,14 @@ class AdamMCMC(Sampler):
     def _with_prior(self, grads: list[Tensor], packing: Packing) -> list[Tensor]:
         """The gradient of V, contiguous; a Gaussian's part is added by the kernels."""
         prior = self.target.prior
-        if prior is not None and not isinstance(prior, Gaussian):
+        if prior is not None and type(prior) is not Gaussian:
             extra = prior.grad([p.detach() for p in packing.params])
             if extra is not None:
                 grads = [g.sub(q, alpha=1 / self.target.scale) for g, q in zip(grads, extra, strict=True)]
-        return [g.contiguous() for g in grads]
+        # contiguous, and where 16 bytes can be read at once: autograd may return slices of a larger tensor
+        return [
+            g if g.is_contiguous() and g.data_ptr() % 16 == 0 else g.clone(memory_format=torch.contiguous_format) for g in grads
+        ]
 
     def _theta_times_grad(self, one: OnePass, packing: Packing, grads: Sequence[Tensor], table: Tensor) -> Tensor:
         """For fixed data at the present weights, whose gradient is kept; otherwise at those that the step started from."""
@@ -354,7 +361,7 @@ class AdamMCMC(Sampler):
         params = packing.params if self.fixed_data else one.backup
         flat = [p.detach().reshape(-1) for p in params]
         products = torch.stack([torch.dot(p, g.reshape(-1)) for p, g in zip(flat, grads, strict=True)])
-        if not isinstance(self.target.prior, Gaussian):
+        if type(self.target.prior) is not Gaussian:
             return products
         precision = self.target.prior.precision(packing.params)
         squares = torch.stack([torch.dot(p, p) * (s / self.target.scale) for p, s in zip(flat, precision, strict=True)])
@@ -368,6 +375,8 @@ class AdamMCMC(Sampler):
         self._steps += 1
 
     def _why_not_captured(self) -> str | None:
+        if not self._one_pass_devices:
+            return f"{type(self).__name__} keeps Adam's step counts on the host"
         if self._one_pass(self._layout()) is None:
             return (
                 "Adam's step counts are on the host unless its step is fused, which needs Triton, contiguous float32 "
@@ -377,10 +386,11 @@ class AdamMCMC(Sampler):
 
     def _graph_key(self) -> Hashable:
         # lr, betas, eps, sigma and sigma_along are read from the device at each replay
-        modes = self._layers.are_modes_as_left()
-        has_noise = 0.0 not in self._sigmas()
-        one = None if self._passes is None else self._passes.one
-        return self._layout(), one, self.target, self.acceptance, self.fixed_data, modes, has_noise
+        one = self._one_pass(self._layout())
+        if one is None:
+            return super()._graph_key()
+        modes, has_noise = self._layers.graph_key(), 0.0 not in self._sigmas()
+        return self._layout(), one, id(self.generator), self.target, self.acceptance, self.fixed_data, modes, has_noise
 
     def _graph_state(self) -> Any:
         return self._here if self._here is None else (self._here.losses, self._here.log_prior)
@@ -392,7 +402,11 @@ class AdamMCMC(Sampler):
     def _before_capture(self) -> None:
         super()._before_capture()
         # outside of the graph: what it allocates itself it may fill (torch does so in deterministic mode)
-        self._graph_table = torch.zeros(len(self._layout().params), dtype=torch.int64, device=self.device)
+        packing = self._layout()
+        self._graph_table = torch.zeros(len(packing.params), dtype=torch.int64, device=self.device)
+        one = self._one_pass(packing)
+        assert one is not None
+        self._tell(one, packing)  # whether there is a prior is written into the graph
 
     def _in_graph(self, closure: Closure, ring: Ring, numbers: GraphNumbers | None) -> GraphBody:
         packing = self._layout()

@@ -30,6 +30,7 @@ class Packing:
 
     def __init__(self, params: Sequence[Parameter], labels: Sequence[Hashable | None]) -> None:
         self.params = list(params)
+        self._places = _places(params)
         flat = [label is not None and p.numel() < _LARGE for p, label in zip(params, labels, strict=True)]
         keys = [(label, p.dtype) if f else (i,) for i, (p, label, f) in enumerate(zip(params, labels, flat, strict=True))]
         self.members = [[i for i, key in enumerate(keys) if key == leaf] for leaf in dict.fromkeys(keys)]
@@ -44,8 +45,14 @@ class Packing:
 
     def fits(self, params: Sequence[Parameter]) -> bool:
         """Whether this is the layout of these parameters, in their present dtype and place."""
-        return same(self.params, params) and all(
-            p.dtype == view.dtype and p.device == view.device for p, view in zip(params, self.views(self.current), strict=True)
+        # storage may be exchanged under a parameter (`p.data = ...`, `model.cpu().cuda()`): what knows its address must know
+        return (
+            same(self.params, params)
+            and self._places == _places(params)
+            and all(
+                p.dtype == view.dtype and p.device == view.device
+                for p, view in zip(params, self.views(self.current), strict=True)
+            )
         )
 
     @property
@@ -103,3 +110,7 @@ class Packing:
         """Copy the leaves' values into the parameters themselves, in place."""
         with torch.no_grad():
             torch._foreach_copy_(tuple(self.params), self.views(leaves))
+
+
+def _places(params: Sequence[Parameter]) -> list[tuple[int, tuple[int, ...]]]:
+    return [(p.data_ptr(), p.stride()) for p in params]

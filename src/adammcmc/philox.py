@@ -7,6 +7,8 @@ Whoever is asked first, and how the kernels are launched, has no influence on th
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -83,4 +85,6 @@ def fill_uniform(out: Tensor, keys: Tensor, draw: Tensor) -> None:
 def _launch(out: Tensor, keys: Tensor, draw: Tensor, is_normal: bool) -> None:
     size = out[0].numel()
     is_wide = out.dtype == torch.float64
-    _fill[(-(-size // _BLOCK), len(out))](out, keys, draw, size, IS_NORMAL=is_normal, IS_WIDE=is_wide, BLOCK=_BLOCK)
+    # Triton launches on the current device, which need not be that of the numbers
+    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+        _fill[(-(-size // _BLOCK), len(out))](out, keys, draw, size, IS_NORMAL=is_normal, IS_WIDE=is_wide, BLOCK=_BLOCK)

@@ -7,6 +7,7 @@ belongs.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Counters", "Generators", "Randomness", "Streams", "normal", "streams", "uniform"]
+__all__ = ["Counters", "Generators", "Randomness", "Streams", "normal", "streams", "uniform", "why_no_triton"]
 
 
 class Streams(ABC):
@@ -96,16 +97,21 @@ class Counters(Streams):
     def normal(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         from adammcmc.philox import fill_normal
 
-        numbers = torch.empty(tuple(shape), dtype=dtype, device=device)
+        numbers = self._empty(shape, dtype, device)
         fill_normal(numbers, self._keys, self._draw.add_(1))
         return numbers
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         from adammcmc.philox import fill_uniform
 
-        numbers = torch.empty(tuple(shape), dtype=dtype, device=device)
+        numbers = self._empty(shape, dtype, device)
         fill_uniform(numbers, self._keys, self._draw.add_(1))
         return numbers
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if shape[0] != len(self._keys):
+            raise ValueError(f"there are random numbers for {len(self._keys)} chains, and {shape[0]} ask for them.")
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def get_state(self) -> Tensor:
         return torch.cat([self._draw, self._keys]).cpu()
@@ -123,6 +129,18 @@ def _mixed(seed: int) -> int:
     return x ^ (x >> 31)
 
 
+@functools.cache
+def why_no_triton(device: torch.device) -> str | None:
+    """Why Triton's kernels do not run on this device; None if they do. Asked once, by running one."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        Counters([0], device).normal((1, 4), torch.float32, device)
+    except Exception as error:  # no compiler, an old driver or device, ...
+        return f"Triton fails: {next(iter(str(error).strip().splitlines()), type(error).__name__)}"
+    return None
+
+
 def streams(seeds: Sequence[int], device: torch.device) -> Randomness:
     """Random numbers of chains with these seeds; the numbers of a chain do not depend on how many others there are.
 
@@ -131,7 +149,7 @@ def streams(seeds: Sequence[int], device: torch.device) -> Randomness:
     """
     if device.type == "cpu":
         return Generators([torch.Generator().manual_seed(seed) for seed in seeds])
-    if find_spec("triton") is not None:
+    if why_no_triton(device) is None:
         return Counters(seeds, device)
     return torch.Generator(device).manual_seed(seeds[0])
 

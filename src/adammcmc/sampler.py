@@ -13,7 +13,7 @@ import numbers
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from adammcmc.stateful import BatchNormPolicy, GraphNumbers, Layers
 from adammcmc.target import Prior, Target
 from adammcmc.tuning import Adaptation, BurnIn, check_tunable
 
-__all__ = ["Params", "Sampler"]
+__all__ = ["Params", "Sampler", "plain"]
 
 _logger = logging.getLogger("adammcmc")
 _OWN_KEY = "adammcmc"  # of state_dict: what torch would cast or drop if it lay in `state` (generator, counters)
@@ -214,7 +214,15 @@ class Sampler(torch.optim.Optimizer, ABC):
             )
         return self._usual_step(closures)
 
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Triton and CUDA graphs go by the current device, which need not be that of the parameters."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
     def _usual_step(self, closures: Sequence[Closure]) -> Tensor:
+        with self._on_device():
+            return self._step(closures)
+
+    def _step(self, closures: Sequence[Closure]) -> Tensor:
         self._before_step()
         outcome = self._transition(self._layout(), closures)
         self._info = outcome.info
@@ -306,7 +314,7 @@ class Sampler(torch.optim.Optimizer, ABC):
     def _graph_key(self) -> Hashable:
         """What is written into a graph, so that another value asks for another graph."""
         settings = [
-            tuple((key, value) for key, value in group.items() if key not in ("params", "param_names"))
+            tuple((key, plain(value)) for key, value in group.items() if key not in ("params", "param_names"))
             for group in self.param_groups
         ]
         simple = [
@@ -314,8 +322,8 @@ class Sampler(torch.optim.Optimizer, ABC):
             for key, value in vars(self).items()
             if not key.startswith("_") and key != "num_steps" and isinstance(value, bool | int | float | tuple | None)
         ]
-        modes = self._layers.are_modes_as_left()
-        return self._layout(), self.target, self.acceptance, modes, tuple(settings), tuple(simple)
+        modes = self._layers.graph_key()
+        return self._layout(), id(self.generator), self.target, self.acceptance, modes, tuple(settings), tuple(simple)
 
     def _in_graph(self, closure: Closure, ring: Ring, numbers: GraphNumbers | None) -> GraphBody:
         """`_transition` on memory that stays where it is. Nothing here may look at a value."""
@@ -520,7 +528,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         """Let a chain that froze on a non-finite loss go on from where it stands."""
         self._here = self._carry = None
         self._frozen_at.fill_(-1)
-        self._frozen_at_host.fill_(-1)
+        self._frozen_at_host.copy_(self._frozen_at)  # waits: copies of the old flag may be under way
 
     # --- what it samples ----------------------------------------------------------------------------------------
 
@@ -634,6 +642,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             super().__setstate__(state)
             return
         device, numbers_to_come = state["generator"]
+        state = {"fused": None, **state} if hasattr(type(self), "_one_pass_devices") else state
         generator = torch.Generator(device)
         generator.set_state(numbers_to_come)
         super().__setstate__({**state, "generator": generator})
@@ -692,11 +701,16 @@ class Sampler(torch.optim.Optimizer, ABC):
         if self._packing is None or not self._packing.fits(params):
             if self.target.prior is not None:
                 self.target.prior.check(params)
+            old = self._packing
+            moved_only = old is not None and same(old.params, params)
             owners = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
             self._packing = Packing(params, [self._label(p, owners[p]) for p in params])
             self._groups = [owners[params[members[0]]] for members in self._packing.members]
-            self._here = self._carry = self._left = self._monitor = None
+            self._here = self._carry = self._left = None
             self._checked_sigmas = ()
+            if moved_only:
+                return self._packing
+            self._monitor = None
             if self.is_adapting:
                 self._adaptation = self._new_adaptation()  # other parameters than before
         return self._packing
@@ -758,6 +772,13 @@ class Sampler(torch.optim.Optimizer, ABC):
                         f"weights in float32 (and use bfloat16 autocast in the closure), or raise {self._noise_name}."
                     )
         self._checked_sigmas = sigmas
+
+
+def plain(value: Any) -> Any:
+    """A setting as a number: torch's schedulers write into tensors, whose identity says nothing."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else tuple(value.tolist())
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _tensors(tree: Any) -> list[Tensor]:

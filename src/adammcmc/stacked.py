@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -580,6 +580,9 @@ class StackedSampler:
 
     _same_layout = nullcontext
 
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
     def _before_step(self) -> None:
         self.check()
 
@@ -598,7 +601,7 @@ class StackedSampler:
     def _graph_key(self) -> Any:
         if self._kernel_of_graphs is not self.kernel:  # numbers, since identities are given to others in time
             self._kernel_of_graphs, self._kernel_number = self.kernel, self._kernel_number + 1
-        return self._kernel_number, self.layers.are_modes_as_left()
+        return self._kernel_number, self.layers.graph_key()
 
     def _before_capture(self) -> None:
         if self._clock is None:

@@ -130,6 +130,8 @@ class GraphNumbers:
     def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device, count: int) -> None:
         self._default = torch.cuda.default_generators[device.index or 0]
         self._copies = [self._default.clone_state() for _ in range(count)]
+        self.have_moved = True
+        """Whether the last replay drew any."""
         for copy in self._copies:
             graph.register_generator_state(copy)
 
@@ -149,8 +151,11 @@ class GraphNumbers:
         now = self._default.get_state()
         for copy in self._copies:
             copy.set_state(now)
+        before = self._copies[0].get_offset()
         yield
-        self._default.set_offset(self._copies[0].get_offset())
+        after = self._copies[0].get_offset()
+        self.have_moved = after != before
+        self._default.set_offset(after)
 
 
 class Layers:
@@ -181,10 +186,8 @@ class Layers:
         """Whether the loss uses random numbers of the CPU, which no graph can replay."""
         return self._seen is not None and self._seen.draws_on_host
 
-    def graph_numbers(self, graph: torch.cuda.CUDAGraph, most: int = 0) -> GraphNumbers | None:
-        """The random numbers of a step like the last one, for capture; None if there are none. `most`: evaluations at least."""
-        if self._seen is None or not self._seen.draws_numbers:
-            return None
+    def graph_numbers(self, graph: torch.cuda.CUDAGraph, most: int = 0) -> GraphNumbers:
+        """The random numbers of a step like the last one, for capture. `most`: evaluations at least."""
         return GraphNumbers(graph, self._device, max(self._num_evaluations, most))
 
     @contextmanager
@@ -250,7 +253,7 @@ class Layers:
     @contextmanager
     def same_numbers(self, numbers: list[Tensor]) -> Iterator[None]:
         """The same random numbers in all evaluations that share this list, which is empty before the first."""
-        if not self.draws_numbers:
+        if not self.draws_numbers and not self._is_captured:
             yield
             return
         if self._is_captured:
@@ -273,6 +276,7 @@ class Layers:
 
     @contextmanager
     def _modes(self) -> Iterator[None]:
+        torch.clear_autocast_cache()  # under a caller's autocast it would hand out the weights of the last evaluation
         if self._seen is None:
             with _watch(self.policy, self._device) as seen:
                 try:
@@ -301,6 +305,13 @@ class Layers:
             self._moving = [key for key in seen.buffers if key[0] in moving]
         self._backup = [seen.buffers[key] for key in self._moving]
         seen.buffers.clear()
+
+    def graph_key(self) -> tuple[Any, ...]:
+        """What of the layers is written into a CUDA graph: their modes, and where their buffers are."""
+        if self._seen is None:
+            return ()
+        modes = tuple(module.training for module in self._seen.modules)
+        return modes, tuple(_buffer(key).data_ptr() for key in self._moving)
 
     def are_modes_as_left(self) -> bool:
         """Whether all modules are in the mode, training or not, in which they were first seen."""
