@@ -55,12 +55,12 @@ class _Graph:
     """One captured step."""
 
     def __init__(self, sampler: Any, loss: Callable[[Any], Tensor], batch: Any, ring: Ring) -> None:
-        leaves, structure = _pytree.tree_flatten(batch)
+        static = _pytree.tree_map_only(Tensor, torch.clone, batch)
         self.loss = loss
-        self._static = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        self._static: list[Any] = []
+        _flatten(static, self._static)
         self._last: list[tuple[Any, int]] = []
         self._trusts_identity = bool(sampler.fixed_data)  # fixed data are the user's promise
-        static = _pytree.tree_unflatten(self._static, structure)
         self.graph = torch.cuda.CUDAGraph()
         generators = [torch.cuda.default_generators[sampler.device.index or 0]]
         if isinstance(sampler.generator, torch.Generator):
@@ -83,11 +83,10 @@ class _Graph:
             generator.set_state(state)
         sampler._after_capture(self.body)
 
-    def replay(self, sampler: Any, batch: Any) -> None:
-        for static, x in zip(self._static, self._fresh(_pytree.tree_leaves(batch)), strict=True):
+    def replay(self, leaves: list[Any]) -> None:
+        for static, x in zip(self._static, self._fresh(leaves), strict=True):
             if x is not None:
                 static.copy_(x, non_blocking=True)
-        sampler._before_replay(self.body)
         if self.numbers is None:
             self.graph.replay()
             return
@@ -98,11 +97,13 @@ class _Graph:
 
     def _fresh(self, leaves: list[Any]) -> list[Tensor | None]:
         """What must be copied: of fixed data not a tensor that was copied before, and that nobody has written to since."""
+        if not self._trusts_identity:
+            return [x if isinstance(x, Tensor) else None for x in leaves]
         known = [(x, x._version) if isinstance(x, Tensor) else (x, 0) for x in leaves]
         old = self._last if self._last else [(None, 0)] * len(known)
         self._last = known
         return [
-            x if isinstance(x, Tensor) and not (self._trusts_identity and x is y and version == w) else None
+            x if isinstance(x, Tensor) and not (x is y and version == w) else None
             for (x, version), (y, w) in zip(known, old, strict=True)
         ]
 
@@ -117,25 +118,35 @@ class Captures:
         self._reason: str | None = None
         self._ring: Ring | None = None
         self._layout: Any = None
+        self._again: tuple[Any, ...] | None = None
+        """The last replay: the function, the shape of its batch, what the sampler had to say of itself, and the graph."""
 
     def step(self, sampler: Any, loss: Callable[[Any], Tensor], batch: Any) -> Tensor:
         """One step of the sampler on this batch, replayed if it can be."""
         if sampler.device.type != "cuda" or self._reason is not None or sampler.is_adapting:
             return self._usual(sampler, loss, batch)
+        leaves: list[Any] = []
+        shape = _flatten(batch, leaves)
+        if self._again is not None and self._again[:3] == (loss, shape, sampler._token()):
+            # as at the last step: nothing else need be looked at
+            sampler.check()
+            sampler._before_next_replay(self._again[3].body)
+            return self._replayed(sampler, self._again[3], leaves)
         with sampler._on_device(), sampler._same_layout():
             if (layout := getattr(sampler, "_packing", None)) is not self._layout:
                 self._graphs.clear()  # of other parameters, or of a state that was replaced
                 self._seen.clear()
                 self._layout = layout
-            return self._step(sampler, loss, batch)
+            return self._step(sampler, loss, batch, shape, leaves)
 
-    def _step(self, sampler: Any, loss: Callable[[Any], Tensor], batch: Any) -> Tensor:
-        leaves, structure = _pytree.tree_flatten(batch)
+    def _step(
+        self, sampler: Any, loss: Callable[[Any], Tensor], batch: Any, shape: Any, leaves: list[Any]
+    ) -> Tensor:  # fmt: skip
+        self._again = None
         if (reason := _why_not_batch(leaves)) is not None:
             self._give_up(reason)
             return self._usual(sampler, loss, batch)
-        parts = tuple((x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else (type(x), x) for x in leaves)
-        key = (loss, structure, parts, sampler._graph_key())  # two bound methods of one object are equal
+        key = (loss, shape, sampler._graph_key())  # two bound methods of one object are equal
         graph = self._graphs.get(key)
         if graph is None:
             if (reason := self._why_not(sampler, key, loss)) is not None:
@@ -162,7 +173,13 @@ class Captures:
         sampler._before_step()
         if not sampler._knows_where_it_is():
             return self._usual(sampler, loss, batch)
-        graph.replay(sampler, batch)
+        sampler._before_replay(graph.body)
+        self._again = (loss, shape, sampler._token(), graph)
+        return self._replayed(sampler, graph, leaves)
+
+    def _replayed(self, sampler: Any, graph: _Graph, leaves: list[Any]) -> Tensor:
+        assert self._ring is not None
+        graph.replay(leaves)
         self._ring.moved_on()
         return sampler._after_replay(graph.body, self._ring)  # type: ignore[no-any-return]
 
@@ -183,11 +200,24 @@ class Captures:
         return None
 
     def _give_up(self, reason: str) -> None:
-        self._reason = reason
+        self._reason, self._again = reason, None
         self._graphs.clear()
         warnings.warn(
             f"steps are not captured in a CUDA graph: {reason.rstrip('.')}. They run as usual, only slower.", stacklevel=5
         )
+
+
+def _flatten(x: Any, leaves: list[Any]) -> Any:
+    """Adds the leaves of tuples, lists and dictionaries to the list; returns all that is not in the tensors' values."""
+    if isinstance(x, Tensor):
+        leaves.append(x)
+        return x.shape, x.dtype, x.stride(), x.device
+    if isinstance(x, tuple | list):
+        return (type(x), *(_flatten(part, leaves) for part in x))
+    if type(x) is dict:
+        return (dict, *((key, _flatten(part, leaves)) for key, part in x.items()))
+    leaves.append(x)
+    return type(x), x if isinstance(x, int | float | bool | str | None) else id(x)
 
 
 def _why_not_batch(leaves: list[Any]) -> str | None:

@@ -105,6 +105,8 @@ def blocks(length: int) -> list[slice]:
 def inner(a: Tensor, b: Tensor) -> Tensor:
     """The dot product of two leaves for each chain, (chains,), in float64 (block by block, to spare memory)."""
     a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
+    if a.is_cuda:  # products in their own dtype, sums in float64: a third of the memory traffic, rounding of 6e-8 each
+        return (a * b).sum(1, dtype=torch.float64)
     sums = [_dot(a[:, s].double(), b[:, s].double()) for s in blocks(a.shape[1])]
     return functools.reduce(torch.add, sums)
 

@@ -372,7 +372,7 @@ class AdamMCMC(Sampler):
         assert self._bound is not None
         _, views, own = self._bound
         self._bound = packing, views, own._replace(step=tuple(k + 1 for k in own.step))
-        self._steps += 1
+        self._steps.add_(1)
 
     def _why_not_captured(self) -> str | None:
         if not self._one_pass_devices:
@@ -383,6 +383,13 @@ class AdamMCMC(Sampler):
                 f"parameters and a test that looks at the batch (here: {self.acceptance})"
             )
         return super()._why_not_captured()
+
+    def _other_options(self) -> Any:
+        return self.fused, [id(self.state[p].get("exp_avg")) for group in self.param_groups for p in group["params"]]
+
+    def _before_next_replay(self, body: GraphBody) -> None:
+        assert self._packing is not None
+        self._count(self._packing)
 
     def _graph_key(self) -> Hashable:
         # lr, betas, eps, sigma and sigma_along are read from the device at each replay

@@ -363,6 +363,28 @@ class Sampler(torch.optim.Optimizer, ABC):
         needs_here = self.fixed_data and self._here is None
         return not needs_here and not (isinstance(self.acceptance, FullData) and self._examples and self._carry is None)
 
+    def _token(self) -> tuple[Any, ...]:
+        """All of which a change, from whatever side, must be looked into before the next replay; cheap to compare."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        settings = [
+            plain(value) for group in self.param_groups for key, value in group.items() if key not in ("params", "param_names")
+        ]
+        return (
+            (self._packing, self.generator, self.target, self.acceptance, self.fixed_data, self._other_options()),
+            [(p.data_ptr(), p._version, p.requires_grad) for p in params],
+            settings,
+            self._layers.graph_key(),
+            self._clock_at == self.num_steps,  # whether the last step was a replay, which leaves all where it is
+            (self._here is None, self._carry is None),
+        )
+
+    def _other_options(self) -> Any:
+        """Other options that a graph depends on."""
+        return None
+
+    def _before_next_replay(self, body: GraphBody) -> None:
+        """As `_before_replay`, where nothing has happened since the last one."""
+
     def _before_capture(self) -> None:
         if self._clock is None:
             self._clock = torch.zeros(1, dtype=torch.int64, device=self.device)

@@ -603,6 +603,14 @@ class StackedSampler:
             self._kernel_of_graphs, self._kernel_number = self.kernel, self._kernel_number + 1
         return self._kernel_number, self.layers.graph_key()
 
+    def _token(self) -> tuple[Any, ...]:
+        # the last step was a replay, which leaves all where it is
+        is_settled = self._clock_at == self.num_steps and self.kernel is self._kernel_of_graphs
+        return is_settled, self.generator, self.layers.graph_key()
+
+    def _before_next_replay(self, body: GraphBody) -> None:
+        """Nothing has happened since the last one."""
+
     def _before_capture(self) -> None:
         if self._clock is None:
             self._clock = torch.zeros(1, dtype=torch.int64, device=self.device)

@@ -319,8 +319,9 @@ def _norm(bn: nn.Module, x: Tensor, real: Tensor | None) -> Tensor:
     with torch.no_grad():
         assert bn.num_batches_tracked is not None
         bn.num_batches_tracked.add_(1)
-        bn.running_mean.lerp_(mean.to(bn.running_mean.dtype), bn.momentum)
-        bn.running_var.lerp_((var * (number / (number - 1))).to(bn.running_var.dtype), bn.momentum)
+        unbiased, kept = var * (number / (number - 1)), 1 - bn.momentum  # (vmap knows no lerp_)
+        bn.running_mean.mul_(kept).add_(mean.to(bn.running_mean.dtype), alpha=bn.momentum)
+        bn.running_var.mul_(kept).add_(unbiased.to(bn.running_var.dtype), alpha=bn.momentum)
     return (off * (var + bn.eps).rsqrt() * bn.weight + bn.bias).to(x.dtype)
 
 
