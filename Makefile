@@ -2,7 +2,7 @@
 # make test   lint, types, documentation, tests: everything that must hold
 # Each creates the virtual environment .venv and installs what it needs; a second call is fast.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bench-jets bench-stacked bench-store bench-rivals bench-growth bias clean
+.PHONY: help demo test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bench-jets bench-stacked bench-store bench-gpu bench-rivals bench-growth bias clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -62,6 +62,9 @@ bench-stacked: .venv/installed  ## chains at once against one after the other
 
 bench-store: .venv/installed  ## what storing costs: share of a run, memory
 	$(ONE_THREAD) $(BIN)/python -m benchmarks.storing
+
+bench-gpu: .venv/installed  ## the speed of a step on a GPU against its floors (benchmarks/results/h200.json)
+	$(BIN)/python -m benchmarks.h200 --output benchmarks/results/h200.json
 
 bench-rivals: .venv/installed  ## the cost of a step, ours and what can be installed instead
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[rivals]'
