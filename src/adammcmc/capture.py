@@ -129,9 +129,10 @@ class Captures:
         shape = _flatten(batch, leaves)
         if self._again is not None and self._again[:3] == (loss, shape, sampler._token()):
             # as at the last step: nothing else need be looked at
-            sampler.check()
-            sampler._before_next_replay(self._again[3].body)
-            return self._replayed(sampler, self._again[3], leaves)
+            with sampler._on_device():
+                sampler.check()
+                sampler._before_next_replay(self._again[3].body)
+                return self._replayed(sampler, self._again[3], leaves)
         with sampler._on_device(), sampler._same_layout():
             if (layout := getattr(sampler, "_packing", None)) is not self._layout:
                 self._graphs.clear()  # of other parameters, or of a state that was replaced

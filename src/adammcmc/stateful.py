@@ -307,11 +307,13 @@ class Layers:
         seen.buffers.clear()
 
     def graph_key(self) -> tuple[Any, ...]:
-        """What of the layers is written into a CUDA graph: their modes, and where their buffers are."""
+        """What of the layers is written into a CUDA graph: their modes, a caller's autocast, and where their buffers are."""
         if self._seen is None:
             return ()
         modes = tuple(module.training for module in self._seen.modules)
-        return modes, tuple(_buffer(key).data_ptr() for key in self._moving)
+        kind = self._device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return modes, autocast, tuple(_buffer(key).data_ptr() for key in self._moving)
 
     def are_modes_as_left(self) -> bool:
         """Whether all modules are in the mode, training or not, in which they were first seen."""
