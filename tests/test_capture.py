@@ -30,6 +30,7 @@ from adammcmc import (
     sample,
 )
 from adammcmc.capture import Captures
+from adammcmc.target import Target
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -429,3 +430,32 @@ def test_a_callers_autocast_does_not_hide_the_proposal() -> None:
             sampler.step(lambda: F.cross_entropy(model(x).float(), y))
             changes.append(float(sampler.info.proposed_loss - sampler.info.loss))
     assert all(change != 0 for change in changes)
+
+
+CHANGES: dict[str, Callable[[nn.Module, Sampler], object]] = {
+    "a setting": lambda model, sampler: sampler.param_groups[0].update(lr=0.5),
+    "a setting inside of a list": lambda model, sampler: sampler.param_groups[0]["betas"].__setitem__(0, 0.5),
+    "a weight": lambda model, sampler: model[0].weight.detach().mul_(2),
+    "the storage of a weight": lambda model, sampler: setattr(model[0].weight, "data", model[0].weight.data.clone()),
+    "what is sampled": lambda model, sampler: model[0].weight.requires_grad_(False),
+    "a mode": lambda model, sampler: model.eval(),
+    "the target": lambda model, sampler: setattr(sampler, "target", Target(7)),
+    "the generator": lambda model, sampler: setattr(sampler, "generator", torch.Generator(DEVICE)),
+    "an option": lambda model, sampler: setattr(sampler, "fused", False),
+    "the moments": lambda model, sampler: sampler.state[model[0].weight].update(exp_avg=torch.zeros(32, 10, device=DEVICE)),
+    "a usual step": lambda model, sampler: sampler.step(lambda: model(torch.ones(2, 10, device=DEVICE)).square().mean()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_is_looked_into_before_the_next_replay(change: str) -> None:
+    model = network("dropout")
+    sampler = AdamMCMC(model.parameters(), 1e-3, [0.9, 0.9], num_data=320, sigma=1e-3)  # type: ignore[arg-type]
+    x, y = batches(1)[0]
+    for _ in range(2):
+        sampler.step(lambda: F.cross_entropy(model(x), y))
+    sampler._clock_at = sampler.num_steps  # as after a replay
+    before = sampler._token()
+    assert sampler._token() == before
+    CHANGES[change](model, sampler)
+    assert sampler._token() != before

@@ -93,10 +93,6 @@ class _Preconditioned(_Exact):
             self._diagonal_number += 1
         return self._diagonal[1]
 
-    def _other_options(self) -> Any:
-        own = tuple(value for key, value in vars(self).items() if key in ("friction", "num_leapfrog", "persistent_uniform"))
-        return own, [id(a := self.state[p].get("preconditioner")) + getattr(a, "_version", 0) for p in self._parameters()]
-
     def _graph_key(self) -> Hashable:
         self._preconditioner(self._layout())
         return super()._graph_key(), self._diagonal_number

@@ -384,9 +384,6 @@ class AdamMCMC(Sampler):
             )
         return super()._why_not_captured()
 
-    def _other_options(self) -> Any:
-        return self.fused, [id(self.state[p].get("exp_avg")) for group in self.param_groups for p in group["params"]]
-
     def _before_next_replay(self, body: GraphBody) -> None:
         assert self._packing is not None
         self._count(self._packing)

@@ -317,13 +317,16 @@ class Sampler(torch.optim.Optimizer, ABC):
             tuple((key, plain(value)) for key, value in group.items() if key not in ("params", "param_names"))
             for group in self.param_groups
         ]
-        simple = [
+        modes, simple = self._layers.graph_key(), tuple(self._simple_options())
+        return self._layout(), id(self.generator), self.target, self.acceptance, modes, tuple(settings), simple
+
+    def _simple_options(self) -> list[Any]:
+        """Public options that are plain values: friction, fused, ..."""
+        return [
             (key, value)
             for key, value in vars(self).items()
-            if not key.startswith("_") and key != "num_steps" and isinstance(value, bool | int | float | tuple | None)
+            if key[0] != "_" and key != "num_steps" and isinstance(value, bool | int | float | tuple | None)
         ]
-        modes = self._layers.graph_key()
-        return self._layout(), id(self.generator), self.target, self.acceptance, modes, tuple(settings), tuple(simple)
 
     def _in_graph(self, closure: Closure, ring: Ring, numbers: GraphNumbers | None) -> GraphBody:
         """`_transition` on memory that stays where it is. Nothing here may look at a value."""
@@ -370,17 +373,20 @@ class Sampler(torch.optim.Optimizer, ABC):
             plain(value) for group in self.param_groups for key, value in group.items() if key not in ("params", "param_names")
         ]
         return (
-            (self._packing, self.generator, self.target, self.acceptance, self.fixed_data, self._other_options()),
+            (self._packing, self.generator, self.target, self.acceptance, self._simple_options()),
             [(p.data_ptr(), p._version, p.requires_grad) for p in params],
+            # what belongs to a parameter, exchanged or written to; `step` counts by itself
+            [
+                (id(x), x._version)
+                for p in params
+                for key, x in self.state[p].items()
+                if key != "step" and isinstance(x, Tensor)
+            ],
             settings,
             self._layers.graph_key(),
             self._clock_at == self.num_steps,  # whether the last step was a replay, which leaves all where it is
             (self._here is None, self._carry is None),
         )
-
-    def _other_options(self) -> Any:
-        """Other options that a graph depends on."""
-        return None
 
     def _before_next_replay(self, body: GraphBody) -> None:
         """As `_before_replay`, where nothing has happened since the last one."""
