@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from adammcmc.health import PENDING
 from adammcmc.kernel import Info
 from adammcmc.stateful import GraphNumbers
 
@@ -22,27 +23,31 @@ __all__ = ["Captures", "Ring"]
 
 _WARM_UP = 3  # steps as usual before a graph is captured: layers, caches and compiled code must have settled
 _MOST = 16  # shapes of batches, or settings that a graph has written into it; with more than that nothing is captured any more
-_ROWS = 16  # that a ring holds
 
 
 class Ring:
-    """The last 16 steps in numbers, on the device: a graph writes one row at each replay, and the host knows which."""
+    """The last steps in numbers, on the device: a graph writes one row at each replay, and the host knows which."""
 
     def __init__(self, device: torch.device, num_chains: int) -> None:
-        self.rows = torch.zeros(_ROWS, len(Info._fields), num_chains, dtype=torch.float64, device=device)
+        self.rows = torch.zeros(PENDING, len(Info._fields), num_chains, dtype=torch.float64, device=device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
-        self.last = _ROWS - 1
+        self.last = PENDING - 1
         """The row of the last step."""
+        self._losses = list(self.rows[:, 0].unbind())
 
     def write(self, info: Info) -> None:
         """The row of this step (inside a graph)."""
         row = torch.stack([field.double() for field in info])
         self.rows.index_copy_(0, self.slot, row[None])
-        self.slot.add_(1).remainder_(_ROWS)
+        self.slot.add_(1).remainder_(PENDING)
 
     def moved_on(self) -> None:
         """A graph was replayed."""
-        self.last = (self.last + 1) % _ROWS
+        self.last = (self.last + 1) % PENDING
+
+    def loss(self, dtype: torch.dtype) -> Tensor:
+        """That of the last step, (chains,), copied."""
+        return self._losses[self.last].to(dtype, copy=True)
 
     def info(self) -> Info:
         """The last step, copied."""

@@ -15,6 +15,7 @@ not settled, and is not judged.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,9 +27,10 @@ from torch import Tensor
 from adammcmc.kernel import Info
 from adammcmc.leaves import Setting
 
-__all__ = ["Finding", "Health", "Monitor", "beta_eff", "read_health", "split_sums"]
+__all__ = ["PENDING", "Finding", "Health", "Monitor", "beta_eff", "read_health", "split_sums"]
 
 _BLOCK = 16  # steps that are summed at once
+PENDING = 4 * _BLOCK  # steps that wait before they are: many small operations for many steps cost what they cost for one
 _BATCHES = 64
 _ENOUGH_STEPS = 200
 _ENOUGH_DRAWS = 30  # effective ones, of U
@@ -190,6 +192,10 @@ def _series(infos: Info, scale: Setting, *, by_chain: bool = False) -> Tensor:
     return torch.stack([columns[name] if by_chain else columns[name].mean(1) for name in _SERIES], -1)
 
 
+_Row = Tensor | tuple[Info, Setting] | tuple[Tensor, int, Setting]
+"""The numbers of one step: as they are summed, as a step left them, or where they are in a ring."""
+
+
 class Monitor:
     """Running sums of a sampler's steps. `add` waits for nothing; `read` does.
 
@@ -213,24 +219,18 @@ class Monitor:
         self._chains = () if num_chains is None else (num_chains,)
         self._steps = _BatchSums((*self._chains, len(_SERIES)), device)
         self._products = _BatchSums((*self._chains, len(self.layers)), device)
-        self._pending: list[Tensor | tuple[Info, Setting] | tuple[Tensor, int, Setting]] = []
+        self._pending: list[_Row] = []
         self._pending_products: list[Tensor] = []
 
     def add(self, info: Info, scale: Setting) -> None:
         """One more step, of a target with U = scale * mean loss - log prior."""
         self.num_steps += 1
-        self._pending.append((info, scale))
-        if len(self._pending) == _BLOCK:
-            self._steps.add(self._rows().sum(0))
-            self._pending = []
+        self._wait((info, scale))
 
     def add_row(self, ring: Tensor, row: int, scale: Setting) -> None:
-        """One more step, whose numbers are in a row of a ring of 16, to be read before it comes round again."""
+        """One more step, whose numbers are in a row of a ring of `PENDING`, to be read before it comes round again."""
         self.num_steps += 1
-        self._pending.append((ring, row, scale))
-        if len(self._pending) == _BLOCK:
-            self._steps.add(self._rows().sum(0))
-            self._pending = []
+        self._wait((ring, row, scale))
 
     def add_products(self, products: Tensor) -> None:
         """theta . grad U of each layer, at one point of the chain: (layers,), or (chains, layers)."""
@@ -239,20 +239,35 @@ class Monitor:
             self._products.add(torch.stack(self._pending_products).sum(0))
             self._pending_products = []
 
+    def _wait(self, row: _Row) -> None:
+        self._pending.append(row)
+        if len(self._pending) >= PENDING:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Sum up what is pending, block by block; what is left of the last waits on."""
+        whole = len(self._pending) // _BLOCK * _BLOCK
+        if whole == 0:
+            return
+        rows = self._rows()
+        for start in range(0, whole, _BLOCK):
+            self._steps.add(rows[start : start + _BLOCK].sum(0))
+        self._pending = list(rows[whole:].unbind())
+
     def _rows(self) -> Tensor:
-        """(pending steps, series), means over the chains; or (pending steps, chains, series)."""
-        done = [row for row in self._pending if isinstance(row, Tensor)]
-        fresh = [row for row in self._pending if isinstance(row, tuple) and len(row) == 2]
-        in_rings = [row for row in self._pending if isinstance(row, tuple) and len(row) == 3]
-        parts = [torch.stack(done)] if done else []
-        if fresh:
-            columns = zip(*(info for info, _ in fresh), strict=True)
-            infos = Info(*(torch.stack([x.double() for x in column]) for column in columns))
-            parts.append(_series(infos, _scales([row[1] for row in fresh], infos.loss), by_chain=bool(self._chains)))
-        if in_rings:
-            rows = torch.stack([ring[row] for ring, row, _ in in_rings])
-            infos = Info(*rows.unbind(1))
-            parts.append(_series(infos, _scales([row[2] for row in in_rings], infos.loss), by_chain=bool(self._chains)))
+        """(pending steps, series), means over the chains; or (pending steps, chains, series). In the order of the steps."""
+        parts = []
+        for kind, group in itertools.groupby(self._pending, key=lambda row: 0 if isinstance(row, Tensor) else len(row)):
+            rows: list[Any] = list(group)
+            if kind == 0:
+                parts.append(torch.stack(rows))
+                continue
+            if kind == 2:
+                columns = zip(*(info for info, _ in rows), strict=True)
+                infos = Info(*(torch.stack([x.double() for x in column]) for column in columns))
+            else:
+                infos = Info(*torch.stack([ring[row] for ring, row, _ in rows]).unbind(1))
+            parts.append(_series(infos, _scales([row[-1] for row in rows], infos.loss), by_chain=bool(self._chains)))
         return torch.cat(parts)
 
     def totals(self) -> dict[str, float]:
@@ -264,6 +279,7 @@ class Monitor:
         return [self._named(sums) for sums in self._sums().tolist()]
 
     def _sums(self) -> Tensor:
+        self._settle()
         sums = self._steps.sums.sum(0)
         return sums + self._rows().sum(0) if self._pending else sums
 
@@ -283,6 +299,7 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """All sums, as numbers and tensors."""
+        self._settle()
         return {
             "num_steps": self.num_steps,
             "steps": (self._steps.sums.clone(), self._steps.per_batch, self._steps.num_blocks),
@@ -323,6 +340,7 @@ class Monitor:
             is_adapting: whether the settings still change.
             left_out: layers whose temperature is not defined.
         """
+        self._settle()
         batches = self._steps.means()
         if len(batches) == 0:
             batches = torch.full((1, len(_SERIES)), math.nan, dtype=torch.float64)

@@ -40,6 +40,7 @@ _logger = logging.getLogger("adammcmc")
 _OWN_KEY = "adammcmc"  # of state_dict: what torch would cast or drop if it lay in `state` (generator, counters)
 # steps at which fixed data are asked again whether they are; on an accelerator the first only, since asking waits for it
 _RECHECKS = [10**k for k in range(9)]
+_NOT_SETTINGS = frozenset(("params", "param_names"))  # of a parameter group
 _TORCH_KEYS = {"params", "param_names", "initial_lr", "name"}
 
 Products = Callable[[], Tensor]
@@ -112,6 +113,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         self._packing: Packing | None = None
         self._info: Info | Callable[[], Info] | None = None
         self._captures = Captures()
+        self._option_names: list[str] | None = None
         self._clock: Tensor | None = None
         self._is_settled = False
         self._clock_at = -1
@@ -314,7 +316,7 @@ class Sampler(torch.optim.Optimizer, ABC):
     def _graph_key(self) -> Hashable:
         """What is written into a graph, so that another value asks for another graph."""
         settings = [
-            tuple((key, plain(value)) for key, value in group.items() if key not in ("params", "param_names"))
+            tuple((key, plain(value)) for key, value in group.items() if key not in _NOT_SETTINGS)
             for group in self.param_groups
         ]
         modes, simple = self._layers.graph_key(), tuple(self._simple_options())
@@ -369,20 +371,17 @@ class Sampler(torch.optim.Optimizer, ABC):
     def _token(self) -> tuple[Any, ...]:
         """All of which a change, from whatever side, must be looked into before the next replay; cheap to compare."""
         params = [p for group in self.param_groups for p in group["params"]]
-        settings = [
-            plain(value) for group in self.param_groups for key, value in group.items() if key not in ("params", "param_names")
-        ]
+        state = self.state
+        values = vars(self)
+        if self._option_names is None:
+            self._option_names = [name for name, _ in self._simple_options()]
         return (
-            (self._packing, self.generator, self.target, self.acceptance, self._simple_options()),
+            (self._packing, self.generator, self.target, self.acceptance),
+            [values[name] for name in self._option_names],
             [(p.data_ptr(), p._version, p.requires_grad) for p in params],
             # what belongs to a parameter, exchanged or written to; `step` counts by itself
-            [
-                (id(x), x._version)
-                for p in params
-                for key, x in self.state[p].items()
-                if key != "step" and isinstance(x, Tensor)
-            ],
-            settings,
+            [(id(x), x._version) for p in params for key, x in state[p].items() if key != "step" and isinstance(x, Tensor)],
+            [plain(group[key]) for group in self.param_groups for key in group if key not in _NOT_SETTINGS],
             self._layers.graph_key(),
             self._clock_at == self.num_steps,  # whether the last step was a replay, which leaves all where it is
             (self._here is None, self._carry is None),
@@ -418,7 +417,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         self.num_steps += 1
         self._clock_at = self.num_steps
         self._watch_health(lambda monitor: monitor.add_row(ring.rows, ring.last, self.target.scale), body.products)
-        return ring.rows[ring.last, 0, 0].to(body.loss_dtype, copy=True)
+        return ring.loss(body.loss_dtype)[0]
 
     def draw(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """A draw: a copy of the model's state, which no later step touches. Refused while the settings still adapt."""
