@@ -6,7 +6,7 @@
 - *memory*: the peak of a step beyond that of Adam's, in copies of the parameters, P = 1e8.
 - *MLP*: 64-128-128-10 (26,122 parameters), batch 512, `step(loss, batch)` over Adam captured by hand (the faster of its forms).
 - *full batch*: the same network on 65,536 fixed examples, over captured Adam.
-- *chains*: 256 chains of the MLP at once over one, both stacked and captured.
+- *chains*: 256 chains of the MLP at once over one, both stacked and captured; also with TF32 (10 bits in products of matrices).
 - *ParticleNet*: 366,160 parameters, batches of 512 bundled jets (44 particles on average), bfloat16, over Adam plus a
   forward, all three captured.
 
@@ -256,7 +256,7 @@ def particlenet(device: torch.device, repeats: int) -> dict[str, float]:
 
 
 def lite(device: torch.device, repeats: int, counts: Sequence[int] = (1, 8, 32)) -> dict[str, float]:
-    """Milliseconds of a step of stacked chains of ParticleNet-Lite, by their number."""
+    """Milliseconds of a step of stacked chains of ParticleNet-Lite, by their number, and of one chain by itself."""
     data = JetData(read_jets(bundled("jets"), max_jets=JETS), JETS // 2, device=device, num_neighbours=7, capacity="auto")
     batch = next(data)
     steps: dict[str, Step] = {}
@@ -264,8 +264,17 @@ def lite(device: torch.device, repeats: int, counts: Sequence[int] = (1, 8, 32))
         model = ParticleNetLite(dropout=0.0).to(device).train()
         stacked = stack(model, count, device, lambda model, b: F.cross_entropy(model(b[0]), b[1]), 20_000)
         stacked.try_out(batch)
-        steps[str(count)] = partial(stacked.step, batch)
+        steps[f"chains{count}"] = partial(stacked.step, batch)
+    for name, kind in (("alone", None), ("alone_bfloat16", torch.bfloat16)):
+        model = ParticleNetLite(dropout=0.0).to(device).train()
+        model.autocast = kind
+        sampler = AdamMCMC(model.parameters(), lr=1e-3, num_data=20_000, **SETTINGS)
+        steps[name] = partial(sampler.step, partial(_loss, model), batch)
     return medians(steps, device, repeats)
+
+
+def _loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def small_part(device: torch.device, repeats: int) -> dict[str, float]:
@@ -297,12 +306,18 @@ def jets_part(device: torch.device, repeats: int) -> dict[str, float]:
 
 
 def chains_part(device: torch.device, repeats: int) -> dict[str, float]:
-    times = chains(device, repeats)
-    return {"chains256_ratio": times["256"] / times["1"], **{f"chains{count}_ms": t for count, t in times.items()}}
+    found: dict[str, float] = {}
+    for ending, is_short in (("", False), ("_tf32", True)):  # products of float32 matrices in full, and as TF32
+        torch.backends.cuda.matmul.allow_tf32 = is_short
+        times = chains(device, repeats)
+        found["chains256_ratio" + ending] = times["256"] / times["1"]
+        found |= {f"chains{count}{ending}_ms": t for count, t in times.items()}
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return found
 
 
 def lite_part(device: torch.device, repeats: int) -> dict[str, float]:
-    return {f"lite_chains{count}_ms": t for count, t in lite(device, repeats).items()}
+    return {f"lite_{name}_ms": t for name, t in lite(device, repeats).items()}
 
 
 PARTS: dict[str, Callable[[torch.device, int], dict[str, float]]] = {

@@ -10,13 +10,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Step = Callable[[], object]
-RUN = 20  # steps between two CUDA events, with no waiting in between: as in a training loop
+RUN = 20  # steps, at least, between two CUDA events, with no waiting in between: as in a training loop
+LENGTH = 50  # milliseconds that such a run should take: the first steps after another version's are slower on the host
 
 
 def medians(steps: Mapping[str, Step], device: torch.device, repeats: int, warm_up: int | None = None) -> dict[str, float]:
@@ -24,13 +26,16 @@ def medians(steps: Mapping[str, Step], device: torch.device, repeats: int, warm_
     for step in steps.values():
         for _ in range(warm_up if warm_up is not None else 5 if device.type == "cpu" else RUN):
             step()
-    measure = _on_cuda if device.type == "cuda" else _on_cpu
+    measure: dict[str, Callable[[Step], float]] = dict.fromkeys(steps, _on_cpu)
+    if device.type == "cuda":
+        runs = {name: max(RUN, min(10 * RUN, round(LENGTH / _on_cuda(step, RUN)))) for name, step in steps.items()}
+        measure = {name: partial(_on_cuda, num_steps=count) for name, count in runs.items()}
     order, shuffle = list(steps), random.Random(0).shuffle
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats):
         shuffle(order)
         for name in order:
-            times[name].append(measure(steps[name]))
+            times[name].append(measure[name](steps[name]))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -46,16 +51,16 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _on_cuda(step: Step) -> float:
+def _on_cuda(step: Step, num_steps: int) -> float:
     """A run of steps, from the moment an idle device gets the first to the end of the last: the slower of host and device."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()
-    for _ in range(RUN):
+    for _ in range(num_steps):
         step()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / RUN
+    return begin.elapsed_time(end) / num_steps
 
 
 def captured(step: Step, places: Sequence[Tensor], batch: Sequence[Tensor], params: Iterable[Tensor]) -> Step:

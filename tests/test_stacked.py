@@ -43,8 +43,10 @@ from adammcmc import (
     sample,
 )
 from adammcmc.closure import ClosurePotential
+from adammcmc.jets import ParticleNetLite
 from adammcmc.likelihood import Loss
 from adammcmc.randomness import streams
+from adammcmc.run import _prefers_stacks
 from adammcmc.stacked import CannotStack, StackedPotential, StackedSampler, setup_of
 
 X = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
@@ -629,7 +631,7 @@ def test_what_cannot_be_stacked_is_refused_with_the_reason(name: str) -> None:
 @pytest.mark.parametrize("name", ["values", "scheduler", "temperature"])
 def test_by_default_it_then_runs_one_after_the_other_and_warns_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, sampler, options, _ = REFUSED[name]
-    monkeypatch.setattr("adammcmc.run._prefers_stacks", lambda device: True)  # as on an accelerator
+    monkeypatch.setattr("adammcmc.run._prefers_stacks", lambda device, model: True)  # as on an accelerator
     torch.manual_seed(0)
     model = make()
     with warnings.catch_warnings(record=True) as caught:
@@ -641,6 +643,13 @@ def test_by_default_it_then_runs_one_after_the_other_and_warns_once(name: str, m
     assert "cannot be run at once" in told[0]
     assert "stacked" not in posterior.store.manifest["configuration"]
     assert largest_difference(posterior, alone) == 0
+
+
+def test_on_an_accelerator_chains_are_stacked_unless_the_model_is_faster_alone() -> None:
+    gpu = torch.device("cuda")
+    assert _prefers_stacks(gpu, network())
+    assert not _prefers_stacks(torch.device("cpu"), network())
+    assert not _prefers_stacks(gpu, nn.Sequential(ParticleNetLite()))
 
 
 def test_on_the_host_chains_run_one_after_the_other_unless_asked() -> None:

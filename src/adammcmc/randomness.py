@@ -94,18 +94,22 @@ class Counters(Streams):
         self._keys = torch.tensor([k - (1 << 64) if k >= 1 << 63 else k for k in keys], dtype=torch.int64).to(device)
         self._draw = torch.zeros(1, dtype=torch.int64, device=device)
 
+    def next(self) -> tuple[Tensor, Tensor]:
+        """The keys of the chains, (chains,), and the number of this call, (1,): for a kernel that makes its own numbers."""
+        return self._keys, self._draw.add_(1)
+
     def normal(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         from adammcmc.philox import fill_normal
 
         numbers = self._empty(shape, dtype, device)
-        fill_normal(numbers, self._keys, self._draw.add_(1))
+        fill_normal(numbers, *self.next())
         return numbers
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         from adammcmc.philox import fill_uniform
 
         numbers = self._empty(shape, dtype, device)
-        fill_uniform(numbers, self._keys, self._draw.add_(1))
+        fill_uniform(numbers, *self.next())
         return numbers
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

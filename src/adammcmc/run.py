@@ -117,7 +117,8 @@ def sample(
         num_chains: how many, each with its own random numbers.
         stacked: True runs all chains at once, their weights stacked, the model under `torch.func.vmap`. They then share the
             batches (not the noise), adapt to their mean acceptance, and stop and go on together. False: one after the other,
-            each with an order of the data of its own. None stacks on an accelerator, where it can be done.
+            each with an order of the data of its own. None stacks on an accelerator, where it can be done (not
+            a ParticleNet, which is faster alone).
         seed: fixes every random number: noise, order of the data, dropout.
         path: a folder for the draws; None keeps them in memory.
         resume: go on with the run in `path`, bit for bit, or start it if there is none. Everything must be as it was, but
@@ -175,7 +176,7 @@ def sample(
             run.loss.try_out(compiled, first)
         finally:
             data.restart(0)  # lets go of workers
-        if stacked or (stacked is None and num_chains > 1 and _prefers_stacks(device)):
+        if stacked or (stacked is None and num_chains > 1 and _prefers_stacks(device, model)):
             run.stack = _stack(run, first, is_asked=stacked is True)
         chain = run.new_chain(0) if run.stack is None else run.stack
         one = chain.sampler if isinstance(chain.sampler, Sampler) else chain.sampler.prototype
@@ -671,9 +672,12 @@ def _record(
     }
 
 
-def _prefers_stacks(device: torch.device) -> bool:
-    """Whether many chains at once are much faster there: where a step is bound by launches, not by arithmetic."""
-    return device.type == "cuda"
+def _prefers_stacks(device: torch.device, model: nn.Module) -> bool:
+    """Whether many chains at once are much faster: where a step is bound by launches, not by arithmetic.
+
+    A layer that has kernels of its own for one chain, which vmap cannot use, says so by `is_fast_alone`.
+    """
+    return device.type == "cuda" and not any(getattr(module, "is_fast_alone", False) for module in model.modules())
 
 
 def _stack(run: _Run, first: Any, *, is_asked: bool) -> _Stack | None:

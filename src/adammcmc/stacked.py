@@ -37,7 +37,7 @@ from adammcmc.kernels.exact_adam import NoisyMoments
 from adammcmc.kernels.hamiltonian import Momentum
 from adammcmc.leaves import Leaves, Setting, blocks, by_chain, same, spread_settings
 from adammcmc.packing import Packing
-from adammcmc.randomness import Randomness, Streams
+from adammcmc.randomness import Counters, Randomness, Streams
 from adammcmc.sampler import Sampler
 from adammcmc.stateful import GraphNumbers
 from adammcmc.target import Evaluation, Gaussian, Prior, Target, potential_difference
@@ -455,6 +455,10 @@ class StackedSampler:
         self.network = _Network(model, prototype._layout(), frozen, self.num_chains)
         self.buffers = self.network.buffers.join({f"model.{name}": torch.stack(each[name]) for name in own})
         self.prior = _Prior(self.targets[0].prior, self.network.params, self.params)
+        if isinstance(generator, Counters):  # there is Triton
+            from adammcmc.chainpass import in_one_pass
+
+            self.kernel = in_one_pass(self.kernel, self.params, generator)
         self.memory = _joined_memory([setup.memory for setup in setups], self.params)
         if self.memory is None and isinstance(self.kernel, AdamMCMCKernel):
             self.memory = self.kernel.direction.init(self.params)

@@ -88,6 +88,9 @@ class _RowNorm(nn.BatchNorm2d):
 class EdgeConv(nn.Module):
     """One block; names and shapes of its weights are those of weaver-core."""
 
+    is_fast_alone = True
+    """Its kernels are for one chain; under vmap plain operations take their place, which cost more than chains one by one."""
+
     def __init__(self, in_channels: int, channels: Sequence[int]) -> None:
         super().__init__()
         sizes = [2 * in_channels, *channels]
