@@ -332,7 +332,7 @@ PARTS: dict[str, Callable[[torch.device, int], dict[str, float]]] = {
 
 
 def _key(name: str) -> str:
-    return name.lower().replace(", ", "_")
+    return name.lower().replace(", ", "_").replace(" ", "_")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

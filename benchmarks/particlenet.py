@@ -28,14 +28,26 @@ STEPS = 12
 BLOCKS = [(16, (64, 64, 64)), (16, (128, 128, 128)), (16, (256, 256, 256))]
 
 
-def weaver(trim: bool) -> nn.Module | None:
+class _Autocast(nn.Module):
+    """A model under autocast in bfloat16."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any) -> Any:
+        with torch.autocast(inputs[0].device.type, torch.bfloat16):
+            return self.model(*inputs).float()
+
+
+def weaver(trim: bool, precision: torch.dtype | None = None) -> nn.Module | None:
     """The model that the paper ran."""
     try:
         from weaver.nn.model.ParticleNet import ParticleNet as Theirs
     except ImportError:
         return None
     model: nn.Module = Theirs(7, 2, BLOCKS, [(256, 0.1)], use_fusion=False, trim=trim)
-    return model
+    return model if precision is None else _Autocast(model)
 
 
 def ours(precision: torch.dtype | None = None, compiled: bool = False) -> nn.Module:
@@ -86,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     half = torch.bfloat16
     rows: list[tuple[str, Callable[[], nn.Module | None], Sequence[tuple[Any, ...]]]] = [
         ("weaver-core, eager, float32", lambda: weaver(True), padded),
+        ("weaver-core, eager, bfloat16", lambda: weaver(True, half), padded),
         ("weaver-core without trimming, eager, float32", lambda: weaver(False), padded),
         ("padded, eager, float32", ours, padded),
         ("padded, eager, bfloat16", lambda: ours(half), padded),

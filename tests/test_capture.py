@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import warnings
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from adammcmc import (
     UniformBox,
     sample,
 )
-from adammcmc.capture import Captures
+from adammcmc.capture import Captures, _no_collection
 from adammcmc.target import Target
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -459,3 +460,46 @@ def test_whatever_changes_is_looked_into_before_the_next_replay(change: str) -> 
     assert sampler._token() == before
     CHANGES[change](model, sampler)
     assert sampler._token() != before
+
+
+def test_nothing_is_collected_during_a_capture() -> None:
+    seen = []
+    assert gc.isenabled()
+    with _no_collection():
+        seen.append(gc.isenabled())
+        with _no_collection():
+            seen.append(gc.isenabled())
+        seen.append(gc.isenabled())
+    assert seen == [False] * 3
+    assert gc.isenabled()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+def test_the_graph_of_a_sampler_that_is_gone_spoils_no_other() -> None:
+    (batch,) = batches(1)
+
+    def captured() -> tuple[Sampler, nn.Module]:
+        model = network()
+        sampler = adam(model)
+
+        def loss(b: Any) -> torch.Tensor:
+            return F.cross_entropy(model(b[0]), b[1])
+
+        for _ in range(8):
+            sampler.step(loss, batch)
+        assert sampler._captures._graphs
+        return sampler, model
+
+    before = gc.get_threshold()
+    gc.collect()
+    gc.disable()
+    for _ in range(3):
+        old = [captured()]
+        old.append(old)  # type: ignore[arg-type]  # a cycle: only the collector finds it
+        del old
+    gc.enable()
+    gc.set_threshold(1, 1, 1)
+    try:
+        captured()
+    finally:
+        gc.set_threshold(*before)

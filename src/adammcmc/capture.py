@@ -7,8 +7,10 @@ generators' offsets are set before each replay, and dropout has the same mask in
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,7 +77,7 @@ class _Graph:
         before = [generator.get_state() for generator in generators]
         try:
             stream = torch.cuda.Stream(sampler.device)  # type: ignore[no-untyped-call]
-            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+            with _no_collection(), torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                 self.body = sampler._in_graph(lambda: loss(static), ring, self.numbers)
         except BaseException:
             for generator, state in zip(generators, before, strict=True):
@@ -111,6 +113,18 @@ class _Graph:
             x if isinstance(x, Tensor) and not (x is y and version == w) else None
             for (x, version), (y, w) in zip(known, old, strict=True)
         ]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection: the graph of a sampler that is gone, destroyed during a capture, would spoil it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Captures:
