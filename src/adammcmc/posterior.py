@@ -92,6 +92,11 @@ class Posterior:
     def num_chains(self) -> int:
         return len(self._chains)
 
+    @property
+    def chain_numbers(self) -> list[int]:
+        """Which chains of the run these draws are of."""
+        return list(self._chains)
+
     def chain(self, chain: int) -> Posterior:
         """The draws of one chain."""
         if chain not in self._chains:
@@ -372,6 +377,23 @@ class Posterior:
         stats["lp"] = -stats["potential"]
         attributes = {"target": self.target, "inference_library": "adammcmc"}
         return arviz.from_dict(posterior=variables, sample_stats=stats, coords=coords, dims=dims, attrs=attributes)
+
+    def report(self, path: str | Path = "report.html", data: Any = None, **options: Any) -> Path:
+        """Write the report: one HTML page that needs no network, the verdict first; see `adammcmc.report.write_report`.
+
+        Args:
+            path: of the page.
+            data: held-out inputs, or better (inputs, targets).
+            options: `names` of the examples, `title`, `progress`.
+        """
+        try:
+            from adammcmc.report import write_report
+
+            return write_report(self, path, data=data, **options)
+        except ModuleNotFoundError as error:
+            if error.name not in ("jinja2", "markupsafe", "matplotlib"):
+                raise
+            raise ImportError(f"a report needs {error.name}. Run: pip install 'adammcmc[report]'") from error
 
     def _likelihood(self, given: str | Likelihood | None, forward: Forward | None) -> Likelihood:
         if given is not None:
