@@ -2,7 +2,7 @@
 # make test   lint, types, documentation, tests: everything that must hold
 # Each creates the virtual environment .venv and installs what it needs; a second call is fast.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bench-jets bench-stacked bench-store bench-gpu bench-rivals bench-growth bias clean
+.PHONY: help demo browser test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bench-jets bench-stacked bench-store bench-gpu bench-rivals bench-growth bias clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -20,10 +20,15 @@ help:  ## this list
 		--only-binary pythia8mc,fastjet --editable '.[dev]'  # from source these two compile for an hour
 	@touch $@
 
+browser:  # for the tests that look at the report; without one they are skipped
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		{ apt-get update && apt-get install --yes --no-install-recommends chromium; } >/dev/null 2>&1; } || \
+		echo "no Chromium: the report is not looked at in a browser"
+
 demo: .venv/installed  ## top tagging in small: train, sample, draw a picture (demo.png)
 	$(BIN)/adammcmc demo
 
-test: lint types docs .venv/installed  ## lint, types, docs and the tests
+test: lint types docs browser .venv/installed  ## lint, types, docs and the tests
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(CPUS) -m "not slow" -q
 
 test-slow: .venv/installed  ## the long statistical tests

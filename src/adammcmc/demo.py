@@ -21,7 +21,8 @@ NUM_TEST = 2400
 
 def run_demo(output: Path, *, epochs: int = 8, gap: int = 20, num_draws: int = 10, seed: int = 0) -> None:
     """Train, sample, print tables, draw the picture."""
-    from matplotlib.figure import Figure  # noqa: F401  (missing? then say so before the work, not after it)
+    import jinja2  # noqa: F401  (missing? then say so before the work, not after it)
+    from matplotlib.figure import Figure  # noqa: F401
     from rich.console import Console
     from rich.table import Table
 
@@ -58,7 +59,14 @@ def run_demo(output: Path, *, epochs: int = 8, gap: int = 20, num_draws: int = 1
     console.print(table)
     console.print(_information_table(test, prediction, others, unseen))
     draw_picture(output, (test, prediction), (others, unseen))
+    page = posterior.report(
+        output.with_suffix(".html"),
+        tagger.data(test),
+        names=[f"{LABELS['top' if kind else 'qcd']} jet {i}" for i, kind in enumerate(test.kind.tolist())],
+        title="Top tagging in small: ParticleNet-Lite, AdamMCMC",
+    )
     say(f"Picture: {output}, after {time.monotonic() - began:.0f} s. Next: `adammcmc jets --help`, docs/jets.md.")
+    say(f"[bold]Report[/]: {page.resolve().as_uri()}")
 
 
 def _information_table(test: Jets, prediction: Prediction, others: Jets, unseen: Prediction) -> Any:
