@@ -1,11 +1,12 @@
 """AdamMCMC: draw a network's weights from its tempered posterior, and be told what was sampled."""
 
 from adammcmc import acceptance, kernels, target
-from adammcmc.acceptance import AlwaysAccept, FullData, Minibatch
+from adammcmc.acceptance import AlwaysAccept, Barker, Confidence, FullData, Minibatch, Penalty, Sequential, Tuna
 from adammcmc.advice import Calibration, Suggestion, calibrate_sigma, suggest
 from adammcmc.callbacks import Callback, Event, TensorBoard
 from adammcmc.chain import sample_density, warm_up
 from adammcmc.data import Examples, TensorExamples
+from adammcmc.data_density import DataDensity
 from adammcmc.diagnostics import TwoSided, two_sided
 from adammcmc.errors import (
     NonFiniteLoss,
@@ -36,11 +37,14 @@ __all__ = [
     "AdamMCMC",
     "AlwaysAccept",
     "AsReleased",
+    "Barker",
     "BurnIn",
     "Calibration",
     "Callback",
     "ChainState",
     "ClosureReport",
+    "Confidence",
+    "DataDensity",
     "Density",
     "Event",
     "ExactAdamMCMC",
@@ -56,11 +60,13 @@ __all__ = [
     "Minibatch",
     "NonFiniteLoss",
     "OptimizerMCMC",
+    "Penalty",
     "PerExampleLossRequired",
     "Posterior",
     "Prediction",
     "Prior",
     "Sampler",
+    "Sequential",
     "StochasticClosure",
     "StoreCorrupt",
     "StoreFull",
@@ -70,6 +76,7 @@ __all__ = [
     "Target",
     "TensorBoard",
     "TensorExamples",
+    "Tuna",
     "TwoSided",
     "Underdamped",
     "UniformBall",
