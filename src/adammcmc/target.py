@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from adammcmc.control import Control
 from adammcmc.leaves import Leaves, Setting, flatten, unflatten
 
 __all__ = [
@@ -79,6 +80,11 @@ class Potential(Protocol):
         """Losses of chosen examples, (chains, examples), without gradient; `indices` may be a row for each chain."""
         ...
 
+    @property
+    def control(self) -> Control | None:
+        """What is known of the change of the losses without looking; None is nothing."""
+        ...
+
     can_narrow: bool
     """Whether `example_losses` may be asked of the parameters of some chains only."""
 
@@ -114,6 +120,7 @@ class Density:
     is_bounded = False  # of the prior: a density tells by itself
     num_examples = None
     can_narrow = False
+    control = None
     known = None
 
     def __init__(self, log_density: Callable[[Any], Tensor], like: Any = None) -> None:
