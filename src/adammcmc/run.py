@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
 
-from adammcmc.acceptance import FullData
 from adammcmc.callbacks import Callback, Event
 from adammcmc.data import Data, as_data, derive_seed, to_device
 from adammcmc.encoding import can_store, plain_json
@@ -298,7 +297,9 @@ class _Run:
         fill: dict[str, Any] = {"num_data": self.data.num_data, "generator": generator}
         if self.batch is not None:
             fill["fixed_data"] = True
-        elif isinstance(given_options(factory).get("acceptance"), FullData) or not isinstance(innermost(factory), type):
+        elif getattr(given_options(factory).get("acceptance"), "needs_examples", False) or not isinstance(
+            innermost(factory), type
+        ):
             fill["examples"] = DataExamples(self.called, self.data, self.loss, self.device)
         if isinstance(self.burn_in, BurnIn) or (self.burn_in and finds_settings(factory)):
             fill["burn_in"] = self.burn_in
