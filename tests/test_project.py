@@ -17,9 +17,10 @@ SOURCE = ROOT / "src" / "adammcmc"
 ORDER = [
     ["errors", "encoding", "moments", "philox"],
     ["randomness"],
-    ["leaves"],
+    ["leaves", "keyed"],
+    ["control"],
     ["target", "direction", "proposal"],
-    ["data"],
+    ["data", "data_density"],
     ["likelihood"],
     ["acceptance"],
     ["kernel"],

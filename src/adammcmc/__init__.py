@@ -1,7 +1,7 @@
 """AdamMCMC: draw a network's weights from its tempered posterior, and be told what was sampled."""
 
 from adammcmc import acceptance, calibration, diagnostics, kernels, target
-from adammcmc.acceptance import AlwaysAccept, FullData, Minibatch
+from adammcmc.acceptance import AlwaysAccept, Barker, Confidence, FullData, Minibatch, Penalty, Sequential, Tuna
 from adammcmc.advice import Calibration, Suggestion, calibrate_sigma, suggest
 from adammcmc.calibration import (
     ClassScores,
@@ -16,7 +16,9 @@ from adammcmc.calibration import (
 )
 from adammcmc.callbacks import Callback, Event, TensorBoard
 from adammcmc.chain import sample_density, warm_up
+from adammcmc.control import ControlVariate
 from adammcmc.data import Examples, TensorExamples
+from adammcmc.data_density import DataDensity
 from adammcmc.errors import (
     NonFiniteLoss,
     PerExampleLossRequired,
@@ -48,12 +50,16 @@ __all__ = [
     "AdamMCMC",
     "AlwaysAccept",
     "AsReleased",
+    "Barker",
     "BurnIn",
     "Calibration",
     "Callback",
     "ChainState",
     "ClassScores",
     "ClosureReport",
+    "Confidence",
+    "ControlVariate",
+    "DataDensity",
     "Density",
     "Detection",
     "Event",
@@ -72,6 +78,7 @@ __all__ = [
     "NonFiniteLoss",
     "OptimizerMCMC",
     "OutOfDistribution",
+    "Penalty",
     "PerExampleLossRequired",
     "Posterior",
     "Prediction",
@@ -80,6 +87,7 @@ __all__ = [
     "RiskCurve",
     "Row",
     "Sampler",
+    "Sequential",
     "StochasticClosure",
     "StoreCorrupt",
     "StoreFull",
@@ -90,6 +98,7 @@ __all__ = [
     "Target",
     "TensorBoard",
     "TensorExamples",
+    "Tuna",
     "TwoSided",
     "Underdamped",
     "UniformBall",

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
 
-from adammcmc.acceptance import FullData
 from adammcmc.callbacks import Callback, Event
 from adammcmc.data import Data, as_data, derive_seed, to_device
 from adammcmc.encoding import can_store, plain_json
@@ -300,7 +299,9 @@ class _Run:
         fill: dict[str, Any] = {"num_data": self.data.num_data, "generator": generator}
         if self.batch is not None:
             fill["fixed_data"] = True
-        elif isinstance(given_options(factory).get("acceptance"), FullData) or not isinstance(innermost(factory), type):
+        elif getattr(given_options(factory).get("acceptance"), "needs_examples", False) or not isinstance(
+            innermost(factory), type
+        ):
             fill["examples"] = DataExamples(self.called, self.data, self.loss, self.device)
         if isinstance(self.burn_in, BurnIn) or (self.burn_in and finds_settings(factory)):
             fill["burn_in"] = self.burn_in
@@ -452,7 +453,9 @@ class _Loop(ABC):
 
     def _status(self) -> str:
         loss, rate = float(self.sampler.info.loss.mean()), float(self.sampler.mean_acceptance_rate.mean())
-        return f"loss {loss:.3g} acceptance {rate:.2f}{' burn-in' if self.burned_in_at is None else ''}"
+        beta = float(self.sampler.beta_eff.mean())
+        hot = f" beta_eff {beta:.2f}" if beta < 0.995 else ""  # (False for NaN: unknown, or no matter)
+        return f"loss {loss:.3g} acceptance {rate:.2f}{hot}{' burn-in' if self.burned_in_at is None else ''}"
 
     def _write_target(self, store: Store) -> None:
         """The line that says what is sampled, now that the layers are known."""

@@ -21,18 +21,18 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils import _pytree
 
-from adammcmc.acceptance import FullData, Minibatch, Test
+from adammcmc.acceptance import FullData, Minibatch, Test, heat_of
 from adammcmc.capture import Captures, Ring
-from adammcmc.closure import Closure, ClosurePotential
+from adammcmc.closure import Closure, ClosurePotential, Reference
 from adammcmc.data import Examples
-from adammcmc.errors import NonFiniteLoss
+from adammcmc.errors import NonFiniteLoss, PerExampleLossRequired
 from adammcmc.health import Health, Monitor
 from adammcmc.kernel import ChainState, Info, Kernel
 from adammcmc.leaves import Leaves, same
 from adammcmc.packing import Packing
 from adammcmc.stateful import BatchNormPolicy, GraphNumbers, Layers
 from adammcmc.target import Prior, Target
-from adammcmc.tuning import Adaptation, BurnIn, check_tunable
+from adammcmc.tuning import Adaptation, BurnIn, check_tunable, target_rate
 
 __all__ = ["Params", "Sampler", "plain"]
 
@@ -41,6 +41,7 @@ _OWN_KEY = "adammcmc"  # of state_dict: what torch would cast or drop if it lay 
 # steps at which fixed data are asked again whether they are; on an accelerator the first only, since asking waits for it
 _RECHECKS = [10**k for k in range(9)]
 _NOT_SETTINGS = frozenset(("params", "param_names"))  # of a parameter group
+_CHUNK = 1024  # examples whose gradient is taken at once
 _TORCH_KEYS = {"params", "param_names", "initial_lr", "name"}
 
 Products = Callable[[], Tensor]
@@ -88,6 +89,7 @@ class Sampler(torch.optim.Optimizer, ABC):
     _noise_name: ClassVar[str] = "sigma"
     _learns_preconditioner: bool = False
     num_chains: ClassVar[int] = 1
+    _reference: Reference | None = None
     _own_caches: tuple[str, ...] = ()
     """Attributes of a subclass that are rebuilt when they are missing, and are not copied or pickled."""
 
@@ -248,6 +250,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             layers=self._layers,
             fixed=self.fixed_data,
             must_check=self._here is None,
+            reference=self._reference,
             name=self._name,
         )
 
@@ -303,8 +306,8 @@ class Sampler(torch.optim.Optimizer, ABC):
 
     def _why_not_captured(self) -> str | None:
         """What speaks against capturing this sampler's steps."""
-        if getattr(self.acceptance, "early_rejection", False):
-            return "early rejection looks at sums on the way"
+        if getattr(self.acceptance, "looks_on_the_way", False):
+            return f"the test looks at sums on the way ({self.acceptance})"
         if self._layers.draws_on_host:
             return "the loss draws random numbers on the host"
         return None
@@ -419,6 +422,27 @@ class Sampler(torch.optim.Optimizer, ABC):
         self._watch_health(lambda monitor: monitor.add_row(ring.rows, ring.last, self.target.scale), body.products)
         return ring.loss(body.loss_dtype)[0]
 
+    def use_control_variate(self) -> None:
+        """Take the present weights as the reference of a control variate of first order (`adammcmc.control`).
+
+        Tests that choose their own examples (`Barker`, `Tuna`, ...) then estimate only what the gradients at the reference do
+        not foresee, which is little while the chain stays near. Call it once, at the end of burn-in: it costs a pass over the
+        data with gradients, and at each example that a test looks at about three forwards more. The loss must be twice
+        differentiable. (Chains of a stack have none.)
+        """
+        if self._examples is None:
+            raise PerExampleLossRequired(
+                "a control variate needs the losses of single examples: pass `examples=TensorExamples(loss, inputs, targets)`."
+            )
+        params = self._trainable()
+        total = [torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in params]
+        for i in range(0, len(self._examples), _CHUNK):
+            with torch.enable_grad():
+                losses = self._layers.example_losses(self._examples.losses, slice(i, min(i + _CHUNK, len(self._examples))))
+                grads = torch.autograd.grad(losses.sum(), params, allow_unused=True, materialize_grads=True)
+            total = [t + g.double() for t, g in zip(total, grads, strict=True)]
+        self._reference = Reference([p.detach().clone() for p in params], total)
+
     def draw(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """A draw: a copy of the model's state, which no later step touches. Refused while the settings still adapt."""
         if self.is_adapting:
@@ -449,7 +473,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             precision = tuple(leaf[0] for leaf in packing.join(full))
         return Adaptation(
             self.burn_in,
-            target=self._target_acceptance,
+            target=target_rate(self.acceptance, self._target_acceptance),
             num_params=sum(p.numel() for p in packing.params),
             tunes_sigma_along=self._tunes_sigma_along,
             precision=precision,
@@ -507,6 +531,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             "has_proper_prior": prior is not None,
             "has_edge": prior is not None and prior.is_bounded,
             "is_adapting": self.is_adapting,
+            "is_plain": getattr(self.acceptance, "is_plain", True),
             "left_out": [self._name(i) for i, p in enumerate(trainable) if id(p) in scaled_away],
         }
 
@@ -541,6 +566,14 @@ class Sampler(torch.optim.Optimizer, ABC):
     def mean_acceptance_rate(self) -> Tensor:
         """Mean of min(1, exp(Y)) over all steps of this sampler, on the device."""
         return self._sum_acceptance[0] / max(1, self.num_steps)
+
+    @property
+    def beta_eff(self) -> Tensor:
+        """By what factor the noise of the last step's log ratio lowers the inverse temperature (`acceptance.beta_eff`).
+
+        1 is right. NaN where the noise is not known, and for tests that allow for it. Reading it does not wait for the device.
+        """
+        return heat_of(self.acceptance, self.info.log_ratio_noise)
 
     def check(self) -> None:
         """Raise `NonFiniteLoss` if the chain froze. `step` calls it; on an accelerator it may notice a few steps late."""
@@ -625,6 +658,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             "memory": None if self._memory is None else copy.deepcopy(tuple(self._memory)),
             "adaptation": None if self._adaptation is None else copy.deepcopy(self._adaptation.state_dict()),
             "health": None if self._monitor is None else self._monitor.state_dict(),
+            "reference": None if self._reference is None else copy.deepcopy(tuple(self._reference)),
         }
         return {**super().state_dict(), _OWN_KEY: own}
 
@@ -657,6 +691,8 @@ class Sampler(torch.optim.Optimizer, ABC):
             # (what is summed on the device comes from a file on the host)
             adaptation.load_state_dict(_pytree.tree_map_only(Tensor, lambda x: x.to(self.device, copy=True), saved))
             self._adaptation = adaptation
+        reference = _pytree.tree_map_only(Tensor, lambda x: x.to(self.device, copy=True), own.get("reference"))
+        self._reference = None if reference is None else Reference(*reference)
         self._monitor = None
         if own.get("health") is not None:
             self._monitor = self._new_monitor(self._layout())
@@ -743,6 +779,8 @@ class Sampler(torch.optim.Optimizer, ABC):
             if moved_only:
                 return self._packing
             self._monitor = None
+            if old is not None:
+                self._reference = None  # of other parameters
             if self.is_adapting:
                 self._adaptation = self._new_adaptation()  # other parameters than before
         return self._packing

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from adammcmc.control import Control
 from adammcmc.leaves import Leaves, Setting, flatten, unflatten
 
 __all__ = [
@@ -76,8 +77,16 @@ class Potential(Protocol):
         ...
 
     def example_losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
-        """Losses of chosen examples, (chains, len(indices)), without gradient."""
+        """Losses of chosen examples, (chains, examples), without gradient; `indices` may be a row for each chain."""
         ...
+
+    @property
+    def control(self) -> Control | None:
+        """What is known of the change of the losses without looking; None is nothing."""
+        ...
+
+    can_narrow: bool
+    """Whether `example_losses` may be asked of the parameters of some chains only."""
 
     @property
     def num_examples(self) -> int | None:
@@ -110,6 +119,9 @@ class Density:
     fixed = True
     is_bounded = False  # of the prior: a density tells by itself
     num_examples = None
+    can_narrow = False
+    control = None
+    known = None
 
     def __init__(self, log_density: Callable[[Any], Tensor], like: Any = None) -> None:
         """`like`: parameters whose structure `log_density` takes, if they are not one tensor."""
@@ -137,6 +149,10 @@ class Density:
                     else torch.autograd.grad(-value.sum(), leaves, materialize_grads=True)
                 )
         return Evaluation(-value.detach(), self.log_prior(params), grad)
+
+    def next_batch(self, params: Leaves, generator: Any) -> Density:
+        """The potential of one step: always itself."""
+        return self
 
     def log_prior(self, params: Leaves) -> Tensor:
         return torch.zeros(params[0].shape[0], dtype=torch.float64, device=params[0].device)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from adammcmc.leaves import Leaves
+from adammcmc.errors import PerExampleLossRequired
+from adammcmc.leaves import Leaves, is_finite
 from adammcmc.randomness import Randomness
 from adammcmc.target import Evaluation, Potential
 
@@ -82,12 +83,64 @@ class Comparison:
             return False
         return bool((self.log_prior_difference() == -torch.inf).all())
 
+    @property
+    def num_examples(self) -> int:
+        """n; an error where the losses of single examples cannot be asked for."""
+        if (n := self.potential.num_examples) is None:
+            raise PerExampleLossRequired(
+                "the acceptance test chooses examples of the data and needs their losses. Pass "
+                "`examples=TensorExamples(loss, inputs, targets)` to the sampler, with a loss that returns one number for each "
+                "example, or sample a `DataDensity`."
+            )
+        return n
+
+    def inverse_temperature(self) -> Tensor:
+        """lambda of each chain, (chains,), float64."""
+        lam = torch.as_tensor(self.potential.inverse_temperature, dtype=torch.float64, device=self.device)
+        return lam.expand(self.num_chains)
+
+    def known(self) -> Tensor:
+        """c, what is known of Y without looking at the data, (chains,), float64.
+
+        log_q_ratio + log prior(tau) - log prior(theta), and where the target has a control variate T,
+        -lambda sum_i (T_i(tau) - T_i(theta)).
+        """
+        known = self.log_q_ratio() + self.log_prior_difference()
+        if (control := self.potential.control) is None:
+            return known
+        return known - self.inverse_temperature() * control.total(self.params, self.proposed)
+
+    def differences(self, indices: slice | Tensor, chains: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """D_i = l_i(tau) - l_i(theta), (chains, examples), float64, and whether all l_i(theta) were finite, (chains,).
+
+        Where the target has a control variate T, D_i is what is left, l_i(tau) - l_i(theta) - (T_i(tau) - T_i(theta)), so that
+        Y = known() - lambda sum_i D_i in any case.
+
+        Args:
+            indices: the examples, the same for all chains, or a row for each, (chains, examples).
+            chains: numbers of the chains that are asked; None is all of them.
+        """
+        params, proposed, rows = self.params, self.proposed, indices
+        kept: slice | Tensor = slice(None)
+        if chains is not None and len(chains) < self.num_chains:
+            if self.potential.can_narrow:
+                params, proposed = (tuple(x[chains] for x in leaves) for leaves in (params, proposed))
+            else:  # chains that are not asked get the examples of another
+                kept = chains
+                if isinstance(indices, Tensor) and indices.dim() > 1:
+                    rows = indices[:1].repeat(self.num_chains, 1).index_copy_(0, chains, indices)
+        before, after = (self.potential.example_losses(leaves, rows)[kept].double() for leaves in (params, proposed))
+        difference = after - before
+        if (control := self.potential.control) is not None:
+            difference = difference - control.differences(params, proposed, rows)[kept]
+        return difference, is_finite(before.sum(1))
+
     def current_losses(self, indices: slice | Tensor) -> Tensor:
-        """l_i(theta) for chosen examples of the data set, (chains, len(indices)), float64."""
+        """l_i(theta) for chosen examples of the data set, (chains, examples), float64."""
         return self.potential.example_losses(self.params, indices).double()
 
     def proposed_losses(self, indices: slice | Tensor) -> Tensor:
-        """l_i(tau) for chosen examples of the data set, (chains, len(indices)), float64."""
+        """l_i(tau) for chosen examples of the data set, (chains, examples), float64."""
         return self.potential.example_losses(self.proposed, indices).double()
 
 
@@ -96,7 +149,8 @@ class Verdict(NamedTuple):
 
     is_accepted: Tensor
     acceptance_rate: Tensor
-    """min(1, exp(Y)), or the decision itself where the test stopped before Y was known."""
+    """The probability of acceptance given what the test saw, such as min(1, exp(Y)); or the decision itself, where how much it
+    saw depends on the uniform number."""
     log_ratio: Tensor
     """Y, float64; NaN where it is not known."""
     is_finite: Tensor
@@ -124,4 +178,23 @@ class Test(Protocol):
     @property
     def needs_noise(self) -> bool:
         """Whether the test asks for `log_q_ratio`, so that sigma = 0 is impossible."""
+        ...
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the test is log uniform < Y with the Y that it reports.
+
+        Only then is the acceptance of an exact chain 2 P(Y > 0), does noise of Y heat by `beta_eff`, and can the uniform number
+        be one that a kernel carries from step to step.
+        """
+        ...
+
+    @property
+    def needs_examples(self) -> bool:
+        """Whether the test chooses examples of the data, other than those of the step's own batch."""
+        ...
+
+    @property
+    def looks_on_the_way(self) -> bool:
+        """Whether the test reads numbers from the device before it decides, so that no CUDA graph can hold it."""
         ...
