@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from adammcmc.data import derive_seed
-from adammcmc.diagnostics import ess_bulk, ess_tail, mcse_mean, rhat
+from adammcmc.diagnostics import ess_bulk, ess_tail, mcse_mean, rhat, rhat_by_chance
 from adammcmc.encoding import strict_json
 from adammcmc.health import Finding, Health
 
 __all__ = ["Row", "Series", "Summary", "layers_of", "probe_layers", "summarize"]
 
-_MIXED, _APART = 1.01, 1.1
+_MIXED, _NEARLY_MIXED, _APART = 1.01, 1.05, 1.1
 _ENOUGH_DRAWS = 100.0  # effective: a mean is then known to a tenth of its spread
 _LEAST_DRAWS = 4
 _FEW_EXAMPLES = 5.0
@@ -65,6 +65,9 @@ class Row:
     """Standard deviation over all draws, where there is one number; else NaN."""
     rhat: float
     """The largest; NaN for one chain, or where nothing moves."""
+    rhat_limit: float
+    """Above which it says that chains have not mixed: 1.01, or what chance explains for so few draws and so many numbers (95%,
+    Bonferroni), but never more than 1.05."""
     ess_bulk: float
     """The smallest."""
     ess_tail: float
@@ -231,22 +234,36 @@ def _row(series: Series, *, alone: bool) -> Row:
     values = series.values.double()
     values = values.reshape(*values.shape[:2], -1)
     parts = [values[i : i + 1] for i in range(len(values))] if alone else [values]
-    is_still = (values == values[:, :1]).all(0).all(0)  # no chain ever moves
 
-    def worst(function: Any, largest: bool) -> float:
-        found = torch.cat([torch.where(is_still, torch.nan, function(part)) for part in parts])
-        found = found[~found.isnan()]
-        return float(found.max() if largest else found.min()) if len(found) else math.nan
+    def of_all(function: Callable[[Tensor], Tensor]) -> Tensor:
+        """NaN where a number is the same in all draws: of a saturated probability there is nothing to say."""
+        return torch.cat([torch.where((part == part[0, 0]).all(0).all(0), torch.nan, function(part)) for part in parts])
 
-    numbers = worst(rhat, True), worst(ess_bulk, False), worst(ess_tail, False)
+    ratios, bulk, tail = of_all(rhat), of_all(ess_bulk), of_all(ess_tail)
+    numbers = _largest(ratios), -_largest(-bulk), -_largest(-tail)
+    chance = rhat_by_chance(bulk, len(parts[0]), values.shape[2]).clamp(_MIXED, _NEARLY_MIXED)
+    limit = float(chance[ratios.nan_to_num(nan=0.0).argmax()]) if not math.isnan(numbers[0]) else math.nan
     is_one = values.shape[2] == 1
     mean = float(values.mean()) if is_one else math.nan
     error, spread = (float(mcse_mean(values)), float(values.std())) if is_one and values.numel() > 1 else (math.nan, math.nan)
-    verdict = _verdict(values, *numbers) if series.is_judged else series.why
-    return Row(series.name, series.kind, values.shape[2], mean, error, spread, *numbers, series.is_judged, verdict)
+    judged = series.is_judged
+    return Row(
+        name=series.name,
+        kind=series.kind,
+        count=values.shape[2],
+        mean=mean,
+        mean_error=error,
+        spread=spread,
+        rhat=numbers[0],
+        rhat_limit=limit,
+        ess_bulk=numbers[1],
+        ess_tail=numbers[2],
+        is_judged=judged,
+        verdict=_verdict(values, numbers[0], limit, min(numbers[1:])) if judged else series.why,
+    )
 
 
-def _verdict(values: Tensor, largest: float, bulk: float, tail: float) -> str:
+def _verdict(values: Tensor, ratio: float, limit: float, ess: float) -> str:
     chains, draws, _ = values.shape
     if not bool(values.isfinite().all()):
         return "not finite"
@@ -254,11 +271,11 @@ def _verdict(values: Tensor, largest: float, bulk: float, tail: float) -> str:
         return "too few draws"
     if bool((values == values[:, :1]).all()):
         return "does not move"
-    if largest > _APART:
+    if ratio > _APART:
         return "chains disagree"
-    if largest > _MIXED:
+    if ratio > limit:
         return "not mixed"
-    if not min(bulk, tail) >= _ENOUGH_DRAWS:
+    if not ess >= _ENOUGH_DRAWS:
         return "few draws"
     return "mixed" if chains > 1 else "one chain"
 
@@ -311,7 +328,7 @@ def _of_series(
     elif differ_in:
         says = f"chains differ in {', '.join(differ_in)}: each was looked at alone, and whether they agree was not asked"
         found.append(Finding("one chain", says))
-    elif apart := [(s, row) for s, row in moving if row.rhat > _MIXED]:
+    elif apart := [(s, row) for s, row in moving if row.rhat > row.rhat_limit]:
         found.append(_disagreement(chains, *max(apart, key=lambda pair: pair[1].rhat)))
     if few := [row for _, row in moving if not min(row.ess_bulk, row.ess_tail) >= _ENOUGH_DRAWS]:
         row = min(few, key=lambda row: min(row.ess_bulk, row.ess_tail))
@@ -323,21 +340,22 @@ def _of_series(
 
 def _disagreement(chains: Sequence[int], series: Series, row: Row) -> Finding:
     if row.rhat <= _APART:
-        says = f"not mixed yet: R-hat of {row.name} is {row.rhat:.3f}, above {_MIXED}; go on"
+        says = f"not mixed yet: R-hat of {row.name} is {row.rhat:.3f}, above {row.rhat_limit:.3g}; go on"
         return Finding("not mixed", says)
     odd = ""
     values = series.values.reshape(*series.values.shape[:2], -1)
     if len(chains) > 2:
-        without = {c: float(_largest(rhat(values[[j for j in range(len(chains)) if j != i]]))) for i, c in enumerate(chains)}
+        without = {c: _largest(rhat(values[[j for j in range(len(chains)) if j != i]])) for i, c in enumerate(chains)}
         chain, rest = min(without.items(), key=lambda item: item[1])
         odd = f"; chain {chain} stands apart from the others" if rest < (1 + row.rhat) / 2 and rest < _APART else ""
     says = f"chains disagree: R-hat of {row.name} is {row.rhat:.2f}{odd}. They have not met, and may never meet"
     return Finding("chains disagree", says)
 
 
-def _largest(values: Tensor) -> Tensor:
+def _largest(values: Tensor) -> float:
+    """NaN where there is none."""
     known = values[~values.isnan()]
-    return known.max() if len(known) else torch.tensor(math.nan)
+    return float(known.max()) if len(known) else math.nan
 
 
 def _is_still(values: Tensor) -> bool:
