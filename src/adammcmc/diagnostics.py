@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["ess_bulk", "ess_tail", "mcse_mean", "rhat"]
+__all__ = ["ess_bulk", "ess_tail", "mcse_mean", "rhat", "rhat_by_chance"]
 
 _LEAST_DRAWS = 4
 _TAILS = (0.05, 0.95)
@@ -69,6 +69,25 @@ def mcse_mean(values: Tensor) -> Tensor:
     if _is_too_short(x):
         return _nothing(shape)
     return _known(x.flatten(0, 1).std(0) / _ess(_halves(x)).sqrt(), x).reshape(shape)
+
+
+def rhat_by_chance(ess: Tensor, num_chains: int, count: int = 1) -> Tensor:
+    """What R-hat stays below, in 95 of 100 cases, for chains that agree, given the effective number of their draws.
+
+    The means of 2 C half chains scatter: B / W is about chi^2 / (2 C - 1) with 2 C - 1 degrees of freedom. R-hat is the larger
+    of two numbers, and `count` of them are looked at: the 5% are shared among all (Bonferroni).
+
+    Example:
+        >>> rhat_by_chance(torch.tensor([100.0, 400.0, 10_000.0]), num_chains=4).round(decimals=3)
+        tensor([1.0570, 1.0140, 1.0010])
+    """
+    half_chains = 2 * num_chains
+    degrees = half_chains - 1
+    z = torch.special.ndtri(torch.tensor(1 - 0.05 / (2 * count), dtype=torch.float64))
+    # Wilson and Hilferty's quantile of chi^2 / degrees
+    ratio = (1 - 2 / (9 * degrees) + z * math.sqrt(2 / (9 * degrees))) ** 3
+    limit: Tensor = (1 + (ratio - 1) * half_chains / ess).sqrt()
+    return limit
 
 
 # --- the parts, on (chains, draws, quantities), float64 --------------------------------------------------------------------

@@ -282,8 +282,7 @@ class Posterior:
         ]
         if len(self) > 0:
             if inputs is not None:
-                kept, outputs = self.function_values(inputs, **options)
-                series += [Series("predictions", "outputs", outputs)] if kept == chains else []
+                series.append(Series("predictions", "outputs", self._function_values(chains, inputs, **options)))
             series += self._layers(chains)
         if inputs is None or len(self) == 0:
             notes.append(
@@ -305,26 +304,24 @@ class Posterior:
             notes=notes,
         )
 
-    def function_values(self, inputs: Any, **options: Any) -> tuple[list[int], Tensor]:
-        """Predictions of each draw for some inputs, up to 200 numbers: the chains, and values (chains, draws, numbers).
+    def function_values(self, inputs: Any, **options: Any) -> Tensor:
+        """Predictions of each draw for some inputs, up to 200 numbers, (chains, draws, numbers), float64.
 
-        Chains are cut to one length. Arguments as in `summary`.
+        Chains are cut to one length, and those shorter than half of the longest are left out. Arguments as in `summary`.
         """
+        return self._function_values(_compared(self._records, self._chains)[0], inputs, **options)
+
+    def _function_values(self, chains: Sequence[int], inputs: Any, **options: Any) -> Tensor:
         data = as_data(inputs, must_know_length=False)
         options = {"progress": False, **options, "raw": True}
-        one = self[:1].predict(_some(data, 1), **options)
-        per_example = max(1, one.mean[0].numel())
-        raw = self.predict(_some(data, max(1, _MOST_OUTPUTS // per_example)), **options).raw
+        per_example = self[:1].predict(_some(data, 1), **options).mean[0].numel()
+        raw = self.predict(_some(data, max(1, _MOST_OUTPUTS // max(1, per_example))), **options).raw
         assert raw is not None
-        chains, places, _ = _compared(self._records, self._chains)
-        values = raw.flatten(1)
-        values = values[:, :: -(-values.shape[1] // _MOST_OUTPUTS)]
-        return chains, values[torch.tensor(places)].double()
+        values = raw.flatten(1)[:, :: -(-raw[0].numel() // _MOST_OUTPUTS)]
+        return values[torch.tensor(_compared(self._records, chains)[1])].double()
 
     def _layers(self, chains: Sequence[int]) -> list[Series]:
-        kept, places, _ = _compared(self._records, self._chains)
-        if kept != list(chains):
-            return []
+        places = _compared(self._records, chains)[1]
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         draws = (self.store.load(self._records[i]) for row in places for i in row)
         values = probe_layers(draws, names).reshape(len(chains), len(places[0]), -1, 2)
@@ -365,7 +362,7 @@ class Posterior:
         coords: dict[str, Any] = {"layer": [s.name.removeprefix("layer ") for s in layers], "chain": chains}
         dims = {"layer_norm": ["layer"]}
         if inputs is not None:
-            variables["prediction"] = self.function_values(inputs, **options)[1].numpy()
+            variables["prediction"] = self._function_values(chains, inputs, **options).numpy()
             dims["prediction"] = ["number"]
         if weights:
             draws = [self.store.load(record) for record in records]
@@ -376,7 +373,7 @@ class Posterior:
         stats = {name: _column(records, column, len(chains)).numpy() for name, column in names.items()}
         stats["lp"] = -stats["potential"]
         attributes = {"target": self.target, "inference_library": "adammcmc"}
-        return arviz.from_dict(posterior=variables, sample_stats=stats, coords=coords, dims=dims, attrs=attributes)
+        return arviz.from_dict(posterior=variables, sample_stats=stats, coords=coords, dims=dims, posterior_attrs=attributes)
 
     def report(self, path: str | Path = "report.html", data: Any = None, **options: Any) -> Path:
         """Write the report: one HTML page that needs no network, the verdict first; see `adammcmc.report.write_report`.

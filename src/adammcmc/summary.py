@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from adammcmc.data import derive_seed
-from adammcmc.diagnostics import ess_bulk, ess_tail, mcse_mean, rhat
+from adammcmc.diagnostics import ess_bulk, ess_tail, mcse_mean, rhat, rhat_by_chance
 from adammcmc.encoding import strict_json
 from adammcmc.health import Finding, Health
 
 __all__ = ["Row", "Series", "Summary", "layers_of", "probe_layers", "summarize"]
 
-_MIXED, _APART = 1.01, 1.1
+_MIXED, _NEARLY_MIXED, _APART = 1.01, 1.05, 1.1
 _ENOUGH_DRAWS = 100.0  # effective: a mean is then known to a tenth of its spread
 _LEAST_DRAWS = 4
 _FEW_EXAMPLES = 5.0
@@ -65,6 +65,8 @@ class Row:
     """Standard deviation over all draws, where there is one number; else NaN."""
     rhat: float
     """The largest; NaN for one chain, or where nothing moves."""
+    rhat_limit: float
+    """Above which chains have not mixed: 1.01, or what chance explains (`rhat_by_chance`), but never more than 1.05."""
     ess_bulk: float
     """The smallest."""
     ess_tail: float
@@ -230,23 +232,42 @@ def summarize(
 def _row(series: Series, *, alone: bool) -> Row:
     values = series.values.double()
     values = values.reshape(*values.shape[:2], -1)
-    parts = [values[i : i + 1] for i in range(len(values))] if alone else [values]
-    is_still = (values == values[:, :1]).all(0).all(0)  # no chain ever moves
+    count = values.shape[2]
+    single = [values[i : i + 1] for i in range(len(values))]
+    parts = single if alone else [values]
 
-    def worst(function: Any, largest: bool) -> float:
-        found = torch.cat([torch.where(is_still, torch.nan, function(part)) for part in parts])
-        found = found[~found.isnan()]
-        return float(found.max() if largest else found.min()) if len(found) else math.nan
+    def of_parts(function: Callable[[Tensor], Tensor]) -> Tensor:
+        """(parts, numbers). NaN for a number that never changes: of a saturated probability there is nothing to say."""
+        return torch.stack([torch.where((part == part[0, 0]).all(0).all(0), torch.nan, function(part)) for part in parts])
 
-    numbers = worst(rhat, True), worst(ess_bulk, False), worst(ess_tail, False)
-    is_one = values.shape[2] == 1
-    mean = float(values.mean()) if is_one else math.nan
-    error, spread = (float(mcse_mean(values)), float(values.std())) if is_one and values.numel() > 1 else (math.nan, math.nan)
-    verdict = _verdict(values, *numbers) if series.is_judged else series.why
-    return Row(series.name, series.kind, values.shape[2], mean, error, spread, *numbers, series.is_judged, verdict)
+    ratios, bulk, tail = of_parts(rhat), of_parts(ess_bulk), of_parts(ess_tail)
+    # draws of each chain by itself: what chains disagree in must not excuse their disagreement
+    own_ess = torch.stack([torch.minimum(ess_bulk(chain), ess_tail(chain)) for chain in single]).sum(0)
+    chance = rhat_by_chance(own_ess, len(values), count)
+    limits = chance.clamp(_MIXED, _NEARLY_MIXED)
+    worst = int(ratios.nan_to_num(nan=0.0).amax(0).argmax())
+    ess = -_largest(-bulk), -_largest(-tail)
+    verdict = series.why
+    if series.is_judged:
+        is_apart, is_mixed = bool((ratios > chance.clamp_min(_APART)).any()), not bool((ratios > limits).any())
+        verdict = _verdict(values, is_apart, is_mixed, min(ess))
+    return Row(
+        name=series.name,
+        kind=series.kind,
+        count=count,
+        mean=float(values.mean()) if count == 1 else math.nan,
+        mean_error=float(mcse_mean(values)) if count == 1 else math.nan,
+        spread=float(values.std(correction=0)) if count == 1 else math.nan,
+        rhat=_largest(ratios),
+        rhat_limit=float(limits[worst]),
+        ess_bulk=ess[0],
+        ess_tail=ess[1],
+        is_judged=series.is_judged,
+        verdict=verdict,
+    )
 
 
-def _verdict(values: Tensor, largest: float, bulk: float, tail: float) -> str:
+def _verdict(values: Tensor, is_apart: bool, is_mixed: bool, ess: float) -> str:
     chains, draws, _ = values.shape
     if not bool(values.isfinite().all()):
         return "not finite"
@@ -254,11 +275,11 @@ def _verdict(values: Tensor, largest: float, bulk: float, tail: float) -> str:
         return "too few draws"
     if bool((values == values[:, :1]).all()):
         return "does not move"
-    if largest > _APART:
+    if is_apart:
         return "chains disagree"
-    if largest > _MIXED:
+    if not is_mixed:
         return "not mixed"
-    if not min(bulk, tail) >= _ENOUGH_DRAWS:
+    if not ess >= _ENOUGH_DRAWS:
         return "few draws"
     return "mixed" if chains > 1 else "one chain"
 
@@ -311,8 +332,8 @@ def _of_series(
     elif differ_in:
         says = f"chains differ in {', '.join(differ_in)}: each was looked at alone, and whether they agree was not asked"
         found.append(Finding("one chain", says))
-    elif apart := [(s, row) for s, row in moving if row.rhat > _MIXED]:
-        found.append(_disagreement(chains, *max(apart, key=lambda pair: pair[1].rhat)))
+    elif apart := [(s, row) for s, row in moving if row.verdict in ("chains disagree", "not mixed")]:
+        found.append(_disagreement(chains, *max(apart, key=lambda pair: (pair[1].verdict == "chains disagree", pair[1].rhat))))
     if few := [row for _, row in moving if not min(row.ess_bulk, row.ess_tail) >= _ENOUGH_DRAWS]:
         row = min(few, key=lambda row: min(row.ess_bulk, row.ess_tail))
         least = min(row.ess_bulk, row.ess_tail)
@@ -322,22 +343,23 @@ def _of_series(
 
 
 def _disagreement(chains: Sequence[int], series: Series, row: Row) -> Finding:
-    if row.rhat <= _APART:
-        says = f"not mixed yet: R-hat of {row.name} is {row.rhat:.3f}, above {_MIXED}; go on"
+    if row.verdict == "not mixed":
+        says = f"not mixed yet: R-hat of {row.name} is {row.rhat:.3f}, above {row.rhat_limit:.3g}; go on"
         return Finding("not mixed", says)
     odd = ""
     values = series.values.reshape(*series.values.shape[:2], -1)
     if len(chains) > 2:
-        without = {c: float(_largest(rhat(values[[j for j in range(len(chains)) if j != i]]))) for i, c in enumerate(chains)}
+        without = {c: _largest(rhat(values[[j for j in range(len(chains)) if j != i]])) for i, c in enumerate(chains)}
         chain, rest = min(without.items(), key=lambda item: item[1])
-        odd = f"; chain {chain} stands apart from the others" if rest < (1 + row.rhat) / 2 and rest < _APART else ""
+        odd = f"; chain {chain} stands apart from the others" if rest - 1 < (row.rhat - 1) / 3 else ""
     says = f"chains disagree: R-hat of {row.name} is {row.rhat:.2f}{odd}. They have not met, and may never meet"
     return Finding("chains disagree", says)
 
 
-def _largest(values: Tensor) -> Tensor:
+def _largest(values: Tensor) -> float:
+    """NaN where there is none."""
     known = values[~values.isnan()]
-    return known.max() if len(known) else torch.tensor(math.nan)
+    return float(known.max()) if len(known) else math.nan
 
 
 def _is_still(values: Tensor) -> bool:
