@@ -41,7 +41,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def sample(*args: Any, **options: Any) -> adammcmc.Posterior:
         return adammcmc.sample(*args, **{**options, "gap": 2, "num_draws": 10, "burn_in": 300})
 
-    fast = SimpleNamespace(**{**vars(adammcmc), "sample": sample})
+    fast = SimpleNamespace(**{name: getattr(adammcmc, name) for name in adammcmc.__all__} | {"sample": sample})
     return {
         "adammcmc": fast,
         "F": F,

@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "adammcmc"
 
 # a file imports only from files above it; `acceptance` is a package
 ORDER = [
-    ["errors", "encoding", "moments", "philox"],
+    ["lazy", "options", "citation", "errors", "encoding", "moments", "philox"],
     ["randomness"],
     ["leaves"],
     ["target", "direction", "proposal"],
@@ -25,7 +25,7 @@ ORDER = [
     ["kernel"],
     ["kernels"],
     ["fused", "packing", "stateful", "tuning", "health"],
-    ["onepass", "compiled"],
+    ["onepass", "compiled", "chainpass"],
     ["capture"],
     ["closure"],
     ["sampler"],
@@ -36,8 +36,13 @@ ORDER = [
     ["posterior"],
     ["advice", "chain", "run"],
     ["diagnostics"],
+    ["tasks"],
+    ["config"],
+    ["recipe"],
+    ["forecast"],
+    ["tables"],
     ["jets"],
-    ["demo"],
+    ["demo", "cli_jets"],
     ["cli"],
     ["__main__"],
 ]
