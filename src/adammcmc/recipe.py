@@ -126,16 +126,15 @@ class Recipe:
             return BurnIn(**self.config.burn_in.options)
 
     def train_first(self, *, progress: bool = True) -> float | None:
-        """Adam, if the configuration asks for it. Returns the last loss; None where nothing was done."""
-        if not self.training_steps:
-            return None
+        """Try the loss out, and train by Adam if the configuration asks for it. Returns the last loss, or None."""
         torch.manual_seed(self.config.run.seed)
         data = as_data(self.train, self.config.run.batch_size, self.config.data.num_data)
-        device, loss = next(self.model.parameters()).device, Loss(self.loss)
-        optimizer = torch.optim.Adam([p for p in self.model.parameters() if p.requires_grad], self.config.training.lr)
-        last = [torch.zeros(())]
         data.restart(self.config.run.seed)
-        loss.try_out(self.model, to_device(next(data), device))
+        device, loss = next(self.model.parameters()).device, Loss(self.loss)
+        last = [loss.try_out(self.model, to_device(next(data), device)).mean()]
+        if not bool(last[0].isfinite()):
+            raise ValueError(f"the loss of the first batch is {float(last[0])}: look at the data, the weights and the loss.")
+        optimizer = torch.optim.Adam([p for p in self.model.parameters() if p.requires_grad], self.config.training.lr)
         steps = range(self.training_steps)
         for _ in track(steps, "training", show=progress, status=lambda: f"loss {float(last[0]):.3g}"):
             optimizer.zero_grad()
@@ -144,7 +143,7 @@ class Recipe:
             optimizer.step()
             last[0] = value.detach()
         data.restart(0)  # lets go of workers
-        return float(last[0])
+        return float(last[0]) if self.training_steps else None
 
     def _prior(self) -> Prior | None:
         choice = self.config.prior
@@ -236,11 +235,14 @@ def _model(config: Config, folder: Path) -> nn.Module:
     if not isinstance(thing, nn.Module):
         if not callable(thing):
             raise ValueError(f"{place}: {config.model.name} must be a network or make one, got {type(thing).__name__}.")
+        torch.manual_seed(config.run.seed)  # again: whether the module was imported just now must not matter
         thing = _called(place, thing, config.model.arguments)
     elif config.model.arguments:
         raise ValueError(f"[model] `arguments`: {config.model.name} is a network already, and takes none.")
     if not isinstance(thing, nn.Module):
         raise ValueError(f"{place}: {config.model.name} must make a torch.nn.Module, got {type(thing).__name__}.")
+    if not any(p.requires_grad for p in thing.parameters()):
+        raise ValueError(f"{place}: no parameter of {config.model.name} requires a gradient: there is nothing to sample.")
     return thing
 
 

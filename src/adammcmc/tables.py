@@ -85,15 +85,18 @@ def prediction_table(prediction: Prediction, rows: int) -> Any:
     from rich.table import Table
 
     columns = _columns(prediction)
+    if "label" in columns and prediction.mean.dim() == 2 and prediction.labels.dim() == 1:  # of the chosen class alone
+        columns |= {name: columns[name].gather(1, prediction.labels[:, None]) for name in ("mean", "spread")}
     by = "mutual_information" if "mutual_information" in columns else "spread"
     uncertainty = columns[by].reshape(len(prediction), -1).double().mean(1)
     order = uncertainty.argsort(descending=True)[:rows]
     words = by.replace("_", " ")
     table = Table(title=f"The {len(order)} examples of largest {words}", title_justify="left")
+    names = {"mean": "probability", "mutual_information": "mutual information"} if "label" in columns else {}
     shown = [name for name in ("target", "label", "mean", "spread", "entropy", "mutual_information") if name in columns]
     table.add_column("example", justify="right")
     for name in shown:
-        table.add_column(name.replace("_", " "), justify="right")
+        table.add_column(names.get(name, name), justify="right")
     for row in order.tolist():
         table.add_row(str(row), *(_cell(columns[name][row]) for name in shown))
     return table
