@@ -124,14 +124,15 @@ def run(scenario: str, path: str) -> None:
 
 
 def content(path: Path) -> Any:
-    """Everything that a finished run left, to the bit."""
+    """Everything that a finished run left, to the bit; but for how long it took."""
     store = FolderStore(path)
     chains = range(store.manifest["configuration"]["num_chains"])
     checkpoints = [encode(store.saved(chain)) for chain in (*chains, None)]
     draws = [store.load(record) for record in store.kept()]
     files = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
     target = store.manifest["target"]
-    return target, store.index, draws, [text for text, _ in checkpoints], [tensors for _, tensors in checkpoints], files
+    index = [{key: value for key, value in record.items() if key != "seconds"} for record in store.index]
+    return target, index, draws, [text for text, _ in checkpoints], [tensors for _, tensors in checkpoints], files
 
 
 def same(a: Any, b: Any) -> bool:

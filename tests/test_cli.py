@@ -45,7 +45,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def _damage(runs: Path) -> None:
     """Runs that cannot be read, each for a reason of its own."""
-    for name in ("no_manifest", "newer", "not_json", "python", "cut", "no_draws", "lost", "moments", "locked"):
+    for name in ("no_manifest", "newer", "not_json", "python", "cut", "no_draws", "lost", "moments", "no_test"):
         shutil.copytree(runs / "good", runs / name)
     (runs / "no_manifest" / "run.json").unlink()
     (runs / "not_json" / "run.json").write_text("{")
@@ -56,6 +56,8 @@ def _damage(runs: Path) -> None:
     draw.write_bytes(draw.read_bytes()[:-10])
     (runs / "no_draws" / "chain-0" / "index.jsonl").unlink()
     (runs / "lost" / "chain-0" / "draw-000001.safetensors").unlink()
+    text = manifest["config"]["text"].replace('test = "test.npz"', "")
+    (runs / "no_test" / "run.json").write_text(json.dumps(manifest | {"config": manifest["config"] | {"text": text}}))
     moments = {**manifest, "keep": "moments"}
     (runs / "moments" / "run.json").write_text(json.dumps(moments))
 
@@ -136,7 +138,7 @@ def test_predictions_are_those_of_the_library(home: Path, tmp_path: Path) -> Non
         np.testing.assert_array_equal(written[name], getattr(p, name).numpy())
     np.testing.assert_array_equal(written["target"], data["targets"])
     accuracy = (p.labels.numpy() == data["targets"]).mean()
-    assert f"20 examples, 6 draws; accuracy {accuracy:.4f}" in answer.out
+    assert f"20 examples, 6 draws; accuracy {accuracy:.4f} +- " in answer.out
     first = int(p.mutual_information.argmax())
     rows = [line for line in answer.out.splitlines() if line.startswith("│")]
     assert rows[0].split()[1] == str(first)
@@ -166,11 +168,31 @@ def test_regression_is_predicted(tmp_path: Path) -> None:
     assert "largest spread" in answer.out
 
 
-def test_a_run_is_diagnosed(home: Path) -> None:
-    answer = ask("diagnose", "runs/good")
-    assert answer.code == 0
-    assert "target: p(theta) ~ exp(-lambda * sum_i loss_i) * prior | lambda = 1 (T = 1), n = 40" in answer.out
-    assert "chain 0:" in answer.out
+def test_a_run_is_diagnosed(home: Path, tmp_path: Path) -> None:
+    answer = ask("diagnose", "runs/good", "-o", tmp_path / "d.json")
+    assert answer.code == 0, answer.err
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    posterior = adammcmc.Posterior.open(home / "runs" / "good", model)
+    data = np.load("test.npz")
+    test = torch.from_numpy(data["inputs"]).float(), torch.from_numpy(data["targets"]).long()
+    assert answer.out == f"{posterior.summary(test)}\n\n{posterior.score(test)}\n"
+    assert answer.out.startswith("undecided: ")  # the verdict first
+    assert json.loads((tmp_path / "d.json").read_text())["grade"] == "undecided"
+
+
+def test_moments_alone_are_diagnosed_too(home: Path, tmp_path: Path) -> None:
+    assert ask("sample", "good.toml", "-o", tmp_path / "run", "--set", "run.keep=moments").code == 0
+    answer = ask("diagnose", tmp_path / "run")
+    assert answer.code == 0, answer.err
+    assert "note: no draws were kept to predict with" in answer.out
+
+
+def test_held_out_data_that_cannot_be_predicted_do_not_stop_a_diagnosis(home: Path, tmp_path: Path) -> None:
+    words = ["sample", "good.toml", "-o", tmp_path / "run", "--set", "data.test=wide.npy"]
+    assert ask(*words).code == 0
+    answer = ask("diagnose", tmp_path / "run")
+    assert answer.code == 0, answer.err
+    assert "note: the held-out data cannot be predicted: " in answer.out
 
 
 def test_a_run_made_in_python_needs_its_network_named(home: Path) -> None:
@@ -412,6 +434,9 @@ BAD: list[tuple[list[str], int, str]] = [
     (["predict", "runs/good", "wide.npy"], 1, "mat1 and mat2 shapes cannot be multiplied"),
     (["predict", "runs/good", "named.npz"], 1, "it has arrays a, b"),
     (["predict", "runs/good", "a_file"], 1, "DATA must be .npz, .npy or module:attribute, got 'a_file'"),
+    (["diagnose", "runs/good", "wide.npy"], 1, "mat1 and mat2 shapes cannot be multiplied"),
+    (["diagnose", "runs/good", "-o", "d.txt"], 2, "must end in .json, got 'd.txt'"),
+    (["predict", "runs/no_test"], 2, "the configuration of the run has no held-out data ([data] `test`): give DATA"),
     (["predict", "runs/moments", "test.npz"], 1, "there are no draws to predict with"),
 ]  # fmt: skip
 

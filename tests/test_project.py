@@ -33,9 +33,11 @@ ORDER = [
     ["stacked"],
     ["progress", "store", "uncertainty", "callbacks", "factory"],
     ["predictive"],
+    ["calibration", "diagnostics"],
+    ["summary"],
     ["posterior"],
     ["advice", "chain", "run"],
-    ["diagnostics"],
+    ["twosided"],
     ["tasks"],
     ["config"],
     ["recipe"],
@@ -76,7 +78,7 @@ def test_every_room_is_on_the_map() -> None:
 
 def test_every_public_name_has_a_place_in_the_reference() -> None:
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
-    names = set(adammcmc.__all__) - {"acceptance", "kernels", "target"}
+    names = set(adammcmc.__all__) - {"acceptance", "calibration", "diagnostics", "kernels", "target"}
     names |= {f"kernels.{name}" for name in adammcmc.kernels.__all__ if name[0].islower()}
     missing = [name for name in names if not re.search(rf"^::: adammcmc\.(\w+\.)*{re.escape(name)}$", pages, re.MULTILINE)]
     assert not missing

@@ -5,13 +5,23 @@ from typing import TYPE_CHECKING
 from adammcmc.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from adammcmc import acceptance, kernels, target
+    from adammcmc import acceptance, calibration, diagnostics, kernels, target
     from adammcmc.acceptance import AlwaysAccept, FullData, Minibatch
     from adammcmc.advice import Calibration, Suggestion, calibrate_sigma, suggest
+    from adammcmc.calibration import (
+        ClassScores,
+        Detection,
+        Measured,
+        OutOfDistribution,
+        Reliability,
+        RiskCurve,
+        ValueScores,
+        compare_ood,
+        score,
+    )
     from adammcmc.callbacks import Callback, Event, TensorBoard
     from adammcmc.chain import sample_density, warm_up
     from adammcmc.data import Examples, TensorExamples
-    from adammcmc.diagnostics import TwoSided, two_sided
     from adammcmc.errors import (
         NonFiniteLoss,
         PerExampleLossRequired,
@@ -31,8 +41,10 @@ if TYPE_CHECKING:
     from adammcmc.run import sample
     from adammcmc.sampler import Sampler
     from adammcmc.stateful import ClosureReport, check_closure
+    from adammcmc.summary import Row, Summary
     from adammcmc.target import Density, Gaussian, Prior, Target, UniformBall, UniformBox, from_paper
     from adammcmc.tuning import BurnIn
+    from adammcmc.twosided import TwoSided, two_sided
 
 __version__ = "0.1.0"
 
@@ -45,8 +57,10 @@ __all__ = [
     "Calibration",
     "Callback",
     "ChainState",
+    "ClassScores",
     "ClosureReport",
     "Density",
+    "Detection",
     "Event",
     "ExactAdamMCMC",
     "Examples",
@@ -58,13 +72,18 @@ __all__ = [
     "Info",
     "Kernel",
     "Likelihood",
+    "Measured",
     "Minibatch",
     "NonFiniteLoss",
     "OptimizerMCMC",
+    "OutOfDistribution",
     "PerExampleLossRequired",
     "Posterior",
     "Prediction",
     "Prior",
+    "Reliability",
+    "RiskCurve",
+    "Row",
     "Sampler",
     "StochasticClosure",
     "StoreCorrupt",
@@ -72,6 +91,7 @@ __all__ = [
     "StoreLocked",
     "StoreMismatch",
     "Suggestion",
+    "Summary",
     "Target",
     "TensorBoard",
     "TensorExamples",
@@ -79,13 +99,18 @@ __all__ = [
     "Underdamped",
     "UniformBall",
     "UniformBox",
+    "ValueScores",
     "acceptance",
     "calibrate_sigma",
+    "calibration",
     "check_closure",
+    "compare_ood",
+    "diagnostics",
     "from_paper",
     "kernels",
     "sample",
     "sample_density",
+    "score",
     "suggest",
     "target",
     "two_sided",
@@ -98,6 +123,7 @@ __getattr__ = lazy_names(
     (
         "acceptance",
         "advice",
+        "calibration",
         "callbacks",
         "chain",
         "data",
@@ -114,8 +140,10 @@ __getattr__ = lazy_names(
         "run",
         "sampler",
         "stateful",
+        "summary",
         "target",
         "tuning",
+        "twosided",
     ),
 )
 

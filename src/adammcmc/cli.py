@@ -5,10 +5,11 @@ Nothing heavy is imported before a command needs it: `--version` and `--help` co
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,6 +38,12 @@ Again = Annotated[
     Path | None,
     typer.Option(
         "--config", help="A TOML file that names the network anew: for runs made in Python, or moved.", show_default=False
+    ),
+]
+Data = Annotated[
+    str | None,
+    typer.Argument(
+        help="A file .npz or .npy, or module:attribute; the held-out data of the run if not given.", show_default=False
     ),
 ]
 
@@ -140,12 +147,7 @@ def resume(
 @app.command()
 def predict(
     run: Run,
-    data: Annotated[
-        str | None,
-        typer.Argument(
-            help="A file .npz or .npy, or module:attribute; the held-out data of the run if not given.", show_default=False
-        ),
-    ] = None,
+    data: Data = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A file for all predictions: .npz or .csv.", show_default=False)
     ] = None,
@@ -156,20 +158,14 @@ def predict(
 
     Shows the examples of which the draws are least sure; --output writes all of them.
     """
-    from adammcmc.recipe import load_data
     from adammcmc.tables import prediction_table, summary_line, write_prediction
 
-    if output is not None and output.suffix not in (".npz", ".csv"):
-        raise typer.BadParameter(f"--output must end in .npz or .csv, got '{output}'.")
-    if output is not None and not output.parent.is_dir():
-        raise typer.BadParameter(f"the folder '{output.parent}' for --output does not exist.")
+    if output is not None:
+        _check_output(output, ".npz", ".csv")
     recipe, posterior = _opened(run, config)
-    if data is None and recipe.test is None:
+    examples = _examples(recipe, data)
+    if examples is None:
         raise typer.BadParameter("the configuration of the run has no held-out data ([data] `test`): give DATA.")
-    keys = recipe.config.data.keys
-    examples = (
-        recipe.test if data is None else load_data(data, Path.cwd(), recipe.model, place="DATA", keys=keys, needs_targets=False)
-    )
     prediction = posterior.predict(examples)
     if output is not None:
         write_prediction(output, prediction)
@@ -181,10 +177,39 @@ def predict(
 
 
 @app.command()
-def diagnose(run: Run, config: Again = None) -> None:
-    """Say what was sampled, and whether to trust it."""
-    _, posterior = _opened(run, config)
-    typer.echo(str(posterior))
+def diagnose(
+    run: Run,
+    data: Data = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A file for the same as .json.", show_default=False)
+    ] = None,
+    config: Again = None,
+) -> None:
+    """Say what was sampled, and whether to trust it.
+
+    The verdict first, then R-hat and effective draws of the loss, of predictions for held-out inputs, and of the layers; then,
+    if there are targets, how right the predictions are.
+    """
+    if output is not None:
+        _check_output(output, ".json")
+    recipe, posterior = _opened(run, config)
+    examples = _examples(recipe, data)
+    failure = None
+    try:
+        summary = posterior.summary(examples)
+    except (ValueError, TypeError, RuntimeError) as error:  # a network that is not called with inputs alone, for example
+        if examples is None or data is not None:
+            raise
+        summary, examples, failure = posterior.summary(), None, error
+    if output is not None:
+        output.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
+    typer.echo(str(summary))
+    if failure is not None:
+        typer.echo(f"note: the held-out data cannot be predicted: {' '.join(str(failure).split())}")
+    if examples is not None and len(posterior) > 0:
+        prediction = posterior.predict(examples)
+        if prediction.targets is not None:
+            typer.echo(f"\n{adammcmc.score(prediction)}")
 
 
 @app.command()
@@ -228,6 +253,23 @@ def _opened(run: Path, config: Path | None) -> tuple[Recipe, Posterior]:
     if not posterior.store.index:
         raise ValueError(f"the run in '{run}' has no draws yet: `adammcmc resume {run}` goes on with it.")
     return recipe, posterior
+
+
+def _examples(recipe: Recipe, data: str | None) -> Any:
+    """The data that a command names, or those that the run held out; None where there are none."""
+    from adammcmc.recipe import load_data
+
+    if data is None:
+        return recipe.test
+    return load_data(data, Path.cwd(), recipe.model, keys=recipe.config.data.keys, needs_targets=False)
+
+
+def _check_output(output: Path, *endings: str) -> None:
+    """Before the work, not after it."""
+    if output.suffix not in endings:
+        raise typer.BadParameter(f"--output must end in {' or '.join(endings)}, got '{output}'.")
+    if not output.parent.is_dir():
+        raise typer.BadParameter(f"the folder '{output.parent}' for --output does not exist.")
 
 
 @contextmanager

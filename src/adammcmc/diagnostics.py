@@ -1,118 +1,182 @@
-"""Whether chains agree: the two-sided test, which starts a kernel above and below and watches U."""
+r"""Whether chains agree, and what their draws are worth: R-hat and effective sample sizes.
+
+Plain functions of values (chains, draws, ...), one answer for each of the rest of the axes; the definitions are those of
+Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), and the numbers those of ArviZ. Each chain counts as two, its halves.
+
+    z       values replaced by normal scores of their ranks in all chains, Phi^-1((rank - 3/8) / (S + 1/4))
+    R-hat   sqrt(1 + (B / W - 1) / N), between- and within-chain variance of z, or of z of |value - median| if that is larger
+    ESS     S / tau, tau = -1 + 2 sum rho_t over Geyer's initial monotone sequence; bulk: of z, tail: of the indicators of the
+            5% and 95% quantiles, the smaller one
+
+NaN where there is nothing to say: fewer than 4 draws, a NaN among the values, and for R-hat a single chain.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
+import torch
 from torch import Tensor
 
-from adammcmc.chain import sample_density
-from adammcmc.kernel import Kernel
-from adammcmc.leaves import flatten
+__all__ = ["ess_bulk", "ess_tail", "mcse_mean", "rhat", "rhat_by_chance"]
 
-__all__ = ["TwoSided", "two_sided"]
-
-
-@dataclass(frozen=True)
-class TwoSided:
-    """What became of U from either side."""
-
-    from_reference: Tensor
-    """U along the chains that started from draws of the target, (chains, steps)."""
-    from_optimum: Tensor
-    """The same for those that started from an optimum."""
-    level: float
-    """Mean of U over the reference draws: the target's own level."""
-    level_error: float
-
-    def late(self, trace: Tensor) -> tuple[float, float]:
-        """Mean of U over the last quarter, and its standard error from the spread between the chains."""
-        means = trace[:, -max(1, trace.shape[1] // 4) :].mean(1)
-        return float(means.mean()), float(means.std() / math.sqrt(len(means)))
-
-    @property
-    def drift(self) -> float:
-        """How far the chains from the reference moved away from its level, in standard errors."""
-        mean, error = self.late(self.from_reference)
-        return (mean - self.level) / max(math.hypot(error, self.level_error), 1e-300)
-
-    @property
-    def gap(self) -> float:
-        """How far apart the two sides are at the end, in standard errors."""
-        (above, e1), (below, e2) = self.late(self.from_reference), self.late(self.from_optimum)
-        return (above - below) / max(math.hypot(e1, e2), 1e-300)
-
-    @property
-    def stays(self) -> bool:
-        """Whether the reference's level was kept, within 4 standard errors."""
-        return abs(self.drift) < 4
-
-    @property
-    def meets(self) -> bool:
-        """Whether both sides ended at one level, within 4 standard errors."""
-        return abs(self.gap) < 4
-
-    @property
-    def verdict(self) -> str:
-        """In words."""
-        (late, late_error), (optimum, optimum_error) = self.late(self.from_reference), self.late(self.from_optimum)
-        level = f"{self.level:.4g} +- {self.level_error:.2g}"
-        above, below = f"{late:.4g} +- {late_error:.2g}", f"{optimum:.4g} +- {optimum_error:.2g}"
-        first = self.from_optimum[:, 0]
-        error = math.hypot(float(first.std()) / math.sqrt(len(first)), self.level_error)
-        if self.stays and abs(float(first.mean()) - self.level) < 4 * error:
-            return f"undecided: both sides started at one level of U, {level}, so that staying there proves little"
-        if self.stays and self.meets:
-            return (
-                f"agrees: from draws of the target (U {level}) U stays, at {above}, and from the optimum it arrives, at {below}"
-            )
-        if self.stays:
-            return f"not mixed: from draws of the target (U {level}) U stays, at {above}, but from the optimum it is at {below}"
-        meets = f", where it also arrives from the optimum ({below})" if self.meets else ""
-        return f"samples another distribution: from draws of the target, U leaves {level} for {above}{meets}"
+_LEAST_DRAWS = 4
+_TAILS = (0.05, 0.95)
 
 
-def two_sided(
-    log_density: Callable[[Any], Tensor],
-    kernel: Kernel,
-    reference: Any,
-    optimum: Any,
-    *,
-    num_steps: int,
-    seed: int = 0,
-    progress: bool = True,
-) -> TwoSided:
-    """Start a kernel from draws of the target and from an optimum, and watch U: the decisive check of any kernel.
+def rhat(values: Tensor) -> Tensor:
+    """Rank-normalised split R-hat of values (chains, draws, ...): 1 where chains agree, and their halves.
 
-    An exact kernel stays at the level of the target from the one side and arrives there from the other. A biased one leaves it,
-    however good its acceptance looks.
-
-    Args:
-        log_density: as in `sample_density`.
-        kernel: with its settings fixed; adapt it before.
-        reference: draws from the target (from an exact run), one for each chain; at least 8.
-        optimum: as many starting points at an optimum.
-        num_steps: steps of each chain.
-        seed: fixes every random number.
-        progress: as in `sample_density`.
+    Above 1.01 they have not mixed. NaN for one chain, and where no value moves.
 
     Example:
-        >>> import torch
-        >>> from adammcmc import kernels
-        >>> normal = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))
-        >>> test = two_sided(
-        ...     lambda x: -x.square().sum(1) / 2, kernels.underdamped(0.4), normal, torch.zeros(64, 10), num_steps=300
-        ... )
-        >>> test.stays, test.meets
+        >>> normal = torch.randn(4, 200, generator=torch.Generator().manual_seed(0))
+        >>> agreeing, apart = rhat(normal), rhat(normal + torch.arange(4)[:, None])
+        >>> bool(agreeing < 1.01), bool(apart > 1.5)
         (True, True)
     """
-    for name, value in (("reference", reference), ("optimum", optimum)):
-        if (count := len(flatten(value)[0][0])) < 8:
-            raise ValueError(f"`{name}` must hold at least 8 starting points, one for each chain, got {count}.")
-    _, above = sample_density(log_density, reference, kernel, num_steps=num_steps, seed=seed, progress=progress)
-    _, below = sample_density(log_density, optimum, kernel, num_steps=num_steps, seed=seed + 1, progress=progress)
-    start = above.potential[:, 0]
-    return TwoSided(above.potential, below.potential, float(start.mean()), float(start.std() / math.sqrt(len(start))))
+    x, shape = _checked(values)
+    if len(x) < 2 or _is_too_short(x):
+        return _nothing(shape)
+    halves = _halves(x)
+    folded = (halves - _median(halves)).abs()
+    return _known(torch.maximum(_rhat(_normal_scores(halves)), _rhat(_normal_scores(folded))), x).reshape(shape)
+
+
+def ess_bulk(values: Tensor) -> Tensor:
+    """Effective number of draws for means and medians of values (chains, draws, ...).
+
+    Values that never change have as many as there are draws, as in ArviZ: whether they should have changed it cannot know.
+    """
+    x, shape = _checked(values)
+    if _is_too_short(x):
+        return _nothing(shape)
+    return _known(_ess(_normal_scores(_halves(x))), x).reshape(shape)
+
+
+def ess_tail(values: Tensor) -> Tensor:
+    """Effective number of draws for the 5% and the 95% quantile of values (chains, draws, ...), the smaller one."""
+    x, shape = _checked(values)
+    if _is_too_short(x):
+        return _nothing(shape)
+    low, high = (_ess(_halves((x <= _quantile(x, p)).double())) for p in _TAILS)
+    return _known(torch.minimum(low, high), x).reshape(shape)
+
+
+def mcse_mean(values: Tensor) -> Tensor:
+    """Monte Carlo standard error of the mean of values (chains, draws, ...)."""
+    x, shape = _checked(values)
+    if _is_too_short(x):
+        return _nothing(shape)
+    return _known(x.flatten(0, 1).std(0) / _ess(_halves(x)).sqrt(), x).reshape(shape)
+
+
+def rhat_by_chance(ess: Tensor, num_chains: int, count: int = 1) -> Tensor:
+    """What R-hat stays below, in 95 of 100 cases, for chains that agree, given the effective number of their draws.
+
+    The means of 2 C half chains scatter: B / W is about chi^2 / (2 C - 1) with 2 C - 1 degrees of freedom. R-hat is the larger
+    of two numbers, and `count` of them are looked at: the 5% are shared among all (Bonferroni).
+
+    Example:
+        >>> rhat_by_chance(torch.tensor([100.0, 400.0, 10_000.0]), num_chains=4).round(decimals=3)
+        tensor([1.0570, 1.0140, 1.0010])
+    """
+    half_chains = 2 * num_chains
+    degrees = half_chains - 1
+    z = torch.special.ndtri(torch.tensor(1 - 0.05 / (2 * count), dtype=torch.float64))
+    # Wilson and Hilferty's quantile of chi^2 / degrees
+    ratio = (1 - 2 / (9 * degrees) + z * math.sqrt(2 / (9 * degrees))) ** 3
+    limit: Tensor = (1 + (ratio - 1) * half_chains / ess).sqrt()
+    return limit
+
+
+# --- the parts, on (chains, draws, quantities), float64 --------------------------------------------------------------------
+
+
+def _rhat(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    ratio = n * x.mean(1).var(0) / x.var(1).mean(0)
+    return ((ratio + n - 1) / n).sqrt()
+
+
+def _ess(x: Tensor) -> Tensor:
+    chains, n, _ = x.shape
+    total = chains * n
+    covariance = _autocovariance(x).mean(0)  # (lags, quantities)
+    within = covariance[0] * n / (n - 1)
+    variance = covariance[0] + (x.mean(1).var(0) if chains > 1 else 0.0)
+    rho = 1 - (within - covariance) / variance
+    rho[0] = 1
+    # Geyer: pairs of neighbouring lags have a positive sum in a reversible chain; those after the first that has not are noise
+    last = max(0, -(-(n - 4) // 2))
+    even, odd = rho[0 : 2 * last + 1 : 2], rho[1 : 2 * last + 2 : 2]
+    pairs = even + odd
+    is_noise = pairs <= 0
+    is_noise[last] = True  # there are no more
+    end = is_noise.int().argmax(0)
+    before = torch.arange(last + 1)[:, None] < end
+    falling = torch.where(before, pairs.cummin(0).values, 0.0).sum(0)
+    at_end, pair_at_end = even.gather(0, end[None])[0], pairs.gather(0, end[None])[0]
+    rest = torch.where((at_end > 0) | (pair_at_end >= 0), at_end, 0.0)
+    tau = (-1 + 2 * falling + rest).clamp_min(1 / math.log10(total))  # never much better than independent draws
+    ess = torch.where(rho.isnan().any(0), torch.nan, total / tau)
+    is_constant = x.amax((0, 1)) - x.amin((0, 1)) < 1e-15
+    return torch.where(is_constant, float(total), ess)
+
+
+def _autocovariance(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    transformed = torch.fft.rfft(x - x.mean(1, keepdim=True), 2 * n, dim=1)
+    covariance: Tensor = torch.fft.irfft(transformed * transformed.conj(), 2 * n, dim=1)[:, :n] / n
+    return covariance
+
+
+def _halves(x: Tensor) -> Tensor:
+    """Each chain as two; of an odd number of draws the one in the middle is left out."""
+    half = x.shape[1] // 2
+    return torch.cat([x[:, :half], x[:, -half:]])
+
+
+def _normal_scores(x: Tensor) -> Tensor:
+    flat = x.flatten(0, 1).T.contiguous()  # (quantities, draws of all chains)
+    ascending = flat.sort(1).values
+    # equal values share the mean of their ranks
+    ranks = (torch.searchsorted(ascending, flat) + torch.searchsorted(ascending, flat, right=True) + 1).double() / 2
+    scores: Tensor = torch.special.ndtri((ranks - 3 / 8) / (flat.shape[1] + 1 / 4))
+    return scores.T.reshape(x.shape)
+
+
+def _median(x: Tensor) -> Tensor:
+    ascending = x.flatten(0, 1).sort(0).values
+    n = len(ascending)
+    return (ascending[(n - 1) // 2] + ascending[n // 2]) / 2
+
+
+def _quantile(x: Tensor, p: float) -> Tensor:
+    ascending = x.flatten(0, 1).sort(0).values
+    n = len(ascending)
+    place = n * p + (1 - p)  # in ArviZ's order of operations: a value that is the quantile must not fall on its other side
+    below = int(min(max(place, 1), n - 1))
+    share = min(max(place - below, 0.0), 1.0)
+    return (1 - share) * ascending[below - 1] + share * ascending[below]
+
+
+def _checked(values: Tensor) -> tuple[Tensor, torch.Size]:
+    x = torch.as_tensor(values).detach().cpu()
+    if x.dim() < 2:
+        raise ValueError(f"values must have the shape (chains, draws, ...), got {tuple(x.shape)}; of one chain it is x[None].")
+    if x.is_complex():
+        raise TypeError(f"values must be real, got {x.dtype}.")
+    return x.double().reshape(*x.shape[:2], x.shape[2:].numel()), x.shape[2:]
+
+
+def _is_too_short(x: Tensor) -> bool:
+    return x.shape[1] < _LEAST_DRAWS or x.numel() == 0
+
+
+def _known(answer: Tensor, x: Tensor) -> Tensor:
+    return torch.where(x.isnan().any(0).any(0), torch.nan, answer)
+
+
+def _nothing(shape: torch.Size) -> Tensor:
+    return torch.full(shape, math.nan, dtype=torch.float64)

@@ -180,6 +180,12 @@ class Underdamped(_Preconditioned):
             generator=generator,
         )
 
+    @property
+    def gradients_per_step(self) -> int:
+        if not self.acceptance.needs_noise and self.num_leapfrog == 1:
+            return 1  # nobody asks for a ratio
+        return self.num_leapfrog + (0 if self.fixed_data else 1)
+
     def _kernel(self, packing: Packing) -> Kernel:
         return kernels.underdamped(
             [float(lr) for lr in self._options("lr")],
@@ -268,6 +274,10 @@ class MALA(_Preconditioned):
             burn_in=burn_in,
             generator=generator,
         )
+
+    @property
+    def gradients_per_step(self) -> int:
+        return 2 if self.acceptance.needs_noise and not self.fixed_data else 1
 
     def _kernel(self, packing: Packing) -> Kernel:
         return kernels.mala(

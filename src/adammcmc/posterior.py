@@ -1,7 +1,9 @@
-"""The draws of one run, and what they are for: joins store and prediction."""
+"""The draws of one run, and what they are for: joins store, prediction, calibration and diagnostics."""
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -9,15 +11,19 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from adammcmc.data import Batch, as_data
+from adammcmc.calibration import ClassScores, ValueScores, score
+from adammcmc.data import Batch, Data, IterableData, as_data, num_rows, part_of
 from adammcmc.errors import StoreMismatch
 from adammcmc.health import Health, read_health, split_sums
 from adammcmc.likelihood import Likelihood, as_likelihood
 from adammcmc.moments import Moments
 from adammcmc.predictive import Forward, Prediction, predict
 from adammcmc.store import FolderStore, Record, Store
+from adammcmc.summary import Series, Summary, layers_of, probe_layers, summarize
 
 __all__ = ["Posterior"]
+
+_MOST_OUTPUTS = 200  # function values that chains are compared by
 
 
 class Posterior:
@@ -231,10 +237,174 @@ class Posterior:
             progress=progress,
         )
 
+    def score(self, data: Any, *, num_bins: int = 15, **options: Any) -> ClassScores | ValueScores:
+        """How right the predictions are: accuracy, log likelihood, calibration, coverage; see `adammcmc.score`.
+
+        Args:
+            data: with targets.
+            num_bins: of the reliability curve.
+            options: of `predict`. raw=True judges intervals in regression by the mixture of the draws.
+        """
+        return score(self.predict(data, **options), num_bins=num_bins)
+
+    # --- whether the chains agree -------------------------------------------------------------------------------
+
+    def summary(self, inputs: Any = None, **options: Any) -> Summary:
+        """What the run is worth: R-hat and effective draws of loss, U, predictions and layers, with verdicts in words.
+
+        Args:
+            inputs: for which the chains' predictions are compared: held-out data in any form that `predict` takes. Up to 200
+                numbers are looked at, of examples evenly spread over the data.
+            options: of `predict`.
+
+        Example:
+            >>> import adammcmc, torch.nn.functional as F
+            >>> _ = torch.manual_seed(0)
+            >>> model, x = nn.Linear(2, 3), torch.randn(60, 2)
+            >>> posterior = adammcmc.sample(model, (x, x.argmax(1)), F.cross_entropy, num_draws=3, gap=5, burn_in=200)
+            >>> posterior.summary(torch.randn(7, 2)).grade
+            'undecided'
+        """
+        health = dict(zip(self._chains, self.health(), strict=False))
+        knows_potential = all(saved["health"]["context"]["knows_potential"] for saved in self._saved())
+        made = self._records if self._is_part else [r for r in self.store.index if r["chain"] in self._chains]
+        chains, places, notes = _compared(made, self._chains)
+        why = "" if knows_potential else "of batches: mostly their noise"
+        series = [
+            Series(name, "loss", _column([made[i] for row in places for i in row], column, len(chains)), knows_potential, why)
+            for name, column in (("loss", "loss"), ("U", "potential"))
+            if chains
+        ]
+        if len(self) > 0:
+            if inputs is not None:
+                series.append(Series("predictions", "outputs", self._function_values(chains, inputs, **options)))
+            series += self._layers(chains)
+        if inputs is None or len(self) == 0:
+            notes.append(
+                "give `inputs` to compare what the chains predict" if len(self) else "no draws were kept to predict with"
+            )
+        manifest = self.store.manifest
+        told = manifest.get("chains") or []
+        seconds, num_gradients = (math.nan, math.nan) if self._is_part else self._costs(chains)
+        return summarize(
+            self.target,
+            chains,
+            series,
+            health,
+            temperatures={c: told[c]["inverse_temperature"] for c in self._chains if c < len(told)},
+            num_data=manifest["data"]["num_data"],
+            seconds=seconds,
+            num_gradients=num_gradients,
+            differ_in=list(manifest["configuration"].get("scan", {})) if len(chains) > 1 else (),
+            notes=notes,
+        )
+
+    def function_values(self, inputs: Any, **options: Any) -> Tensor:
+        """Predictions of each draw for some inputs, up to 200 numbers, (chains, draws, numbers), float64.
+
+        Chains are cut to one length, and those shorter than half of the longest are left out. Arguments as in `summary`.
+        """
+        return self._function_values(_compared(self._records, self._chains)[0], inputs, **options)
+
+    def _function_values(self, chains: Sequence[int], inputs: Any, **options: Any) -> Tensor:
+        data = as_data(inputs, must_know_length=False)
+        options = {"progress": False, **options, "raw": True}
+        per_example = self[:1].predict(_some(data, 1), **options).mean[0].numel()
+        raw = self.predict(_some(data, max(1, _MOST_OUTPUTS // max(1, per_example))), **options).raw
+        assert raw is not None
+        values = raw.flatten(1)[:, :: -(-raw[0].numel() // _MOST_OUTPUTS)]
+        return values[torch.tensor(_compared(self._records, chains)[1])].double()
+
+    def _layers(self, chains: Sequence[int]) -> list[Series]:
+        places = _compared(self._records, chains)[1]
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        draws = (self.store.load(self._records[i]) for row in places for i in row)
+        values = probe_layers(draws, names).reshape(len(chains), len(places[0]), -1, 2)
+        why = "weights: not judged"
+        return [Series(f"layer {name}", "layer", values[:, :, i], False, why) for i, name in enumerate(layers_of(names))]
+
+    def _costs(self, chains: Sequence[int]) -> tuple[float, float]:
+        """Seconds and gradients since burn-in ended, of these chains; NaN where an older version did not write them down."""
+        records = [r for r in self.store.index if r["chain"] in chains]
+        by_chain = [sum(r.get("seconds", math.nan) for r in records if r["chain"] == c) for c in chains]
+        is_stacked = self.store.manifest["configuration"].get("stacked", False)
+        seconds = max(by_chain, default=math.nan) if is_stacked else sum(by_chain)
+        steps = sum(max(r["health"]["num_steps"] for r in records if r["chain"] == c) for c in chains)
+        return seconds, steps * self.store.manifest.get("gradients_per_step", math.nan)
+
+    def to_arviz(self, inputs: Any = None, *, weights: bool = False, **options: Any) -> Any:
+        """The run as ArviZ's `InferenceData`: `sample_stats` under ArviZ's names, and functions of the weights as `posterior`.
+
+        The posterior has `layer_norm` (chain, draw, layer), and `prediction` (chain, draw, number) if `inputs` are given.
+
+        Args:
+            inputs: as in `summary`.
+            weights: also all weights, by name. Of a large network they are many.
+            options: of `predict`.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # its own, about its next version
+            try:
+                import arviz
+            except ImportError as error:
+                raise ImportError("`to_arviz` needs ArviZ. Run: pip install 'adammcmc[diagnostics]'") from error
+        if len(self) == 0:
+            raise ValueError("this run kept no draws of the weights (keep='moments'): there is no posterior to convert.")
+        chains, places, _ = _compared(self._records, self._chains)
+        records = [self._records[i] for row in places for i in row]
+        layers = self._layers(chains)
+        variables = {"layer_norm": torch.stack([s.values[:, :, 0] for s in layers], 2).numpy()}
+        coords: dict[str, Any] = {"layer": [s.name.removeprefix("layer ") for s in layers], "chain": chains}
+        dims = {"layer_norm": ["layer"]}
+        if inputs is not None:
+            variables["prediction"] = self._function_values(chains, inputs, **options).numpy()
+            dims["prediction"] = ["number"]
+        if weights:
+            draws = [self.store.load(record) for record in records]
+            for name, p in self.model.named_parameters():
+                stacked = torch.stack([draw[name].float() for draw in draws])
+                variables[name] = stacked.reshape(len(chains), -1, *p.shape).numpy()
+        names = {"acceptance_rate": "acceptance_rate", "loss": "loss", "potential": "potential", "num_accepted": "num_accepted"}
+        stats = {name: _column(records, column, len(chains)).numpy() for name, column in names.items()}
+        stats["lp"] = -stats["potential"]
+        attributes = {"target": self.target, "inference_library": "adammcmc"}
+        return arviz.from_dict(posterior=variables, sample_stats=stats, coords=coords, dims=dims, attrs=attributes)
+
     def _likelihood(self, given: str | Likelihood | None, forward: Forward | None) -> Likelihood:
         if given is not None:
             return as_likelihood(given)
         return Likelihood("values") if forward is not None else Likelihood(**self.store.manifest["likelihood"])
+
+
+def _compared(records: Sequence[Record], chains: Sequence[int]) -> tuple[list[int], list[list[int]], list[str]]:
+    """Which chains can be compared, the places of their draws (all of one length), and what was left out.
+
+    A run that stopped in the middle has chains of other lengths: those shorter than half of the longest are left out.
+    """
+    places = {chain: [i for i, record in enumerate(records) if record["chain"] == chain] for chain in chains}
+    longest = max(map(len, places.values()), default=0)
+    long = {chain: own for chain, own in places.items() if own and 2 * len(own) >= longest}
+    left_out = [chain for chain in chains if chain not in long]
+    notes = [f"left out, since they have few draws or none: chain {', '.join(map(str, left_out))}"] if left_out else []
+    length = min(map(len, long.values()), default=0)
+    if length < longest:
+        notes.append(f"chains are compared by the first {length} draws of each")
+    return list(long), [own[:length] for own in long.values()], notes
+
+
+def _column(records: Sequence[Record], name: str, num_chains: int) -> Tensor:
+    """(chains, draws), NaN where there is no number."""
+    values = [math.nan if record.get(name) is None else float(record[name]) for record in records]
+    return torch.tensor(values, dtype=torch.float64).reshape(num_chains, -1)
+
+
+def _some(data: Data, number: int) -> Data:
+    """So many examples, evenly spread over the data; the first ones where they can only be iterated."""
+    if isinstance(data, IterableData):
+        batch = part_of(next(data.in_order(number)), slice(number))
+    else:
+        batch = data.fetch(torch.linspace(0, data.num_data - 1, min(number, data.num_data)).round().long())
+    return IterableData([batch], num_rows(batch), None)
 
 
 def bare(model: nn.Module) -> nn.Module:

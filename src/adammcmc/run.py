@@ -187,6 +187,7 @@ def sample(
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "target": run.describe(one),
             "target_at_first": run.describe(one),
+            "gradients_per_step": one.gradients_per_step,
             "chains": [told(one, factory, run.scan, c) for c in range(num_chains)],
             "keep": keep,
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
@@ -361,6 +362,8 @@ class _Loop(ABC):
         self.burned_in_at: int | None = None
         """The step at which burn-in ended; None while it lasts."""
         self.num_draws = 0
+        self._since = time.perf_counter()
+        """When the draw before was made, or burn-in ended, or the run was taken up again."""
         self._burn_in = self._planned_burn_in()
 
     def _planned_burn_in(self) -> int | None:
@@ -421,6 +424,7 @@ class _Loop(ABC):
         if self.burned_in_at is None and self._is_burned_in():
             self.burned_in_at = sampler.num_steps  # there is no burn-in
         self._tell("on_start")
+        self._since = time.perf_counter()
         while self.num_draws < run.num_draws:
             self._step(run.batch if run.batch is not None else to_device(next(run.data), run.device))
             if sampler.num_steps == 1:
@@ -428,6 +432,7 @@ class _Loop(ABC):
             if self.burned_in_at is None and self._is_burned_in():
                 self.burned_in_at = sampler.num_steps
                 self._forget_burn_in()
+                self._since = time.perf_counter()
             elif self.burned_in_at is not None and (sampler.num_steps - self.burned_in_at) % run.gap == 0:
                 self._draw(store)
                 last_saved = time.monotonic()
@@ -460,6 +465,11 @@ class _Loop(ABC):
         store.manifest["target"] = self._describe()
         if isinstance(store, FolderStore):
             store.write_manifest()
+
+    def _seconds(self) -> float:
+        """Since the draw before; the device has been waited for."""
+        since, self._since = self._since, time.perf_counter()
+        return self._since - since
 
     # --- what both save -----------------------------------------------------------------------------------------
 
@@ -529,6 +539,7 @@ class _Chain(_Loop):
             bool(sampler.info.is_accepted),
             sums,
             self._sums,
+            self._seconds(),
         )
         tensors = {name: x for name, x in self.run.model.state_dict().items() if isinstance(x, Tensor)}
         if self.moments is not None:
@@ -600,14 +611,11 @@ class _Stack(_Loop):
         numbers = torch.stack([stack.present_loss().double(), stack.log_prior(), stack.info.is_accepted.double()], 1).tolist()
         stack.check()  # the device has been waited for: a frozen chain is known by now
         sums = stack.health_sums()
-        records = []
+        records, seconds = [], self._seconds()
         for chain, (loss, log_prior, is_accepted) in enumerate(numbers):
             potential = stack.targets[chain].scale * loss - log_prior
-            records.append(
-                _record(
-                    chain, self.num_draws, stack.num_steps, loss, potential, bool(is_accepted), sums[chain], self._sums[chain]
-                )
-            )
+            numbers_of = chain, self.num_draws, stack.num_steps, loss, potential, bool(is_accepted)
+            records.append(_record(*numbers_of, sums[chain], self._sums[chain], seconds))
         tensors = stack.draws()
         if self.moments is not None:
             host = {name: x.cpu() for name, x in tensors.items()}
@@ -660,6 +668,7 @@ def _record(
     is_accepted: bool,
     sums: dict[str, float],
     before: dict[str, float],
+    seconds: float,
 ) -> dict[str, Any]:
     """A draw's line in the index; `sums` are those of the chain's health, now and at the draw before."""
     since = {key: value - before.get(key, 0.0) for key, value in sums.items()}
@@ -672,6 +681,7 @@ def _record(
         "acceptance_rate": since["rate"] / max(1.0, since["num_steps"]),
         "num_accepted": round(since["accepted"]),
         "is_accepted": is_accepted,
+        "seconds": round(seconds, 6),
         "health": sums,
     }
 

@@ -565,6 +565,11 @@ class Sampler(torch.optim.Optimizer, ABC):
         layers = self._layers.approximations(fixed_data=self.fixed_data)
         return kernel.approximation(fixed_data=self.fixed_data) + layers
 
+    @property
+    def gradients_per_step(self) -> int:
+        """Backward passes of the loss in one step."""
+        return 1
+
     def describe(self) -> str:
         """The realised target in one line: density, temperature, data, prior, kernel, test, exact or approximate."""
         packing = self._layout()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adammcmc.calibration import ClassScores, score
 from adammcmc.config import schema
 from adammcmc.forecast import Forecast
 from adammcmc.options import REQUIRED, Option, default_words, type_words
@@ -66,18 +67,14 @@ def format_seconds(seconds: float) -> str:
 
 
 def summary_line(prediction: Prediction) -> str:
-    """How many, and how right they are where that is known."""
+    """How many, and how right they are where there are targets."""
     line = f"{len(prediction):,} examples, {prediction.num_draws:,} draws"
-    targets = prediction.targets
-    if not isinstance(targets, Tensor):
+    if not isinstance(prediction.targets, Tensor):
         return line
-    if prediction.likelihood.has_classes and targets.shape == prediction.labels.shape:
-        share = float((prediction.labels == targets).double().mean())
-        return f"{line}; accuracy {share:.4f}"
-    if not prediction.likelihood.has_classes and targets.shape == prediction.mean.shape:
-        error = float((prediction.mean - targets).double().square().mean().sqrt())
-        return f"{line}; root mean square error {error:.4g}"
-    return line
+    scores = score(prediction)
+    if isinstance(scores, ClassScores):
+        return f"{line}; accuracy {scores.accuracy}"
+    return f"{line}; root mean square error {scores.rmse.value:.4g} +- {scores.rmse.error:.2g}"
 
 
 def prediction_table(prediction: Prediction, rows: int) -> Any:

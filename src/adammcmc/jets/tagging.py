@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adammcmc.calibration import Measured, auroc
 from adammcmc.encoding import strict_json
 from adammcmc.jets.data import KINDS, Jets, kind_number
 from adammcmc.predictive import Prediction
@@ -42,17 +43,6 @@ __all__ = [
 ]
 
 
-class Measured(NamedTuple):
-    """A number and its standard error, from the finite number of jets."""
-
-    value: float
-    error: float
-
-    def __str__(self) -> str:
-        digits = 4 if abs(self.value) < 2 else 0 if self.error >= 2 else 1
-        return f"{self.value:.{digits}f} +- {self.error:.{digits}f}"
-
-
 # --- how good -------------------------------------------------------------------------------------------------------------
 
 
@@ -68,16 +58,7 @@ def auc(scores: Tensor, labels: Tensor) -> Measured:
 
     The error is DeLong's (1988): from the spread of each jet's own share of jets of the other class that it beats.
     """
-    scores, is_signal = _checked(scores, labels)
-    signal, background = scores[is_signal].sort().values, scores[~is_signal].sort().values
-
-    def beaten(of: Tensor, others: Tensor) -> Tensor:
-        below = torch.searchsorted(others, of, right=False) + torch.searchsorted(others, of, right=True)
-        return below.double() / (2 * len(others))
-
-    of_signal, of_background = beaten(signal, background), 1 - beaten(background, signal)
-    variance = _variance_of_mean(of_signal) + _variance_of_mean(of_background)
-    return Measured(float(of_signal.mean()), variance**0.5)
+    return auroc(*_checked(scores, labels))
 
 
 def rejection(scores: Tensor, labels: Tensor, efficiency: float) -> Measured:

@@ -1,0 +1,663 @@
+r"""Whether predictions are right, with labels: plain functions of tensors, and `score`, which has all of them.
+
+Class probabilities are (examples, classes, ...) with labels (examples, ...), or, where each number is the probability of one
+class of two, of the shape of their labels. Every number comes with its standard error from the finite number of examples: an
+example counts once, however many outputs it has.
+
+torchmetrics and scikit-learn have most of these numbers, without errors; here they are a few lines each, in float64, so that
+they need neither. The tests hold them equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adammcmc.predictive import Prediction
+
+__all__ = [
+    "ClassScores",
+    "Coverage",
+    "Detection",
+    "ExpectedError",
+    "Measured",
+    "OutOfDistribution",
+    "Reliability",
+    "RiskCurve",
+    "ValueScores",
+    "accuracy",
+    "auroc",
+    "average_precision",
+    "brier",
+    "compare_ood",
+    "detection",
+    "ece",
+    "fpr_at_tpr",
+    "nll",
+    "reliability",
+    "score",
+    "selective_risk",
+]
+
+_REPLICAS = 200
+_CHUNK = 1 << 22  # numbers that are held at once where something is done many times over
+_LEVELS = (0.5, 0.68, 0.9, 0.95)
+
+
+class Measured(NamedTuple):
+    """A number and its standard error, from the finite number of examples."""
+
+    value: float
+    error: float
+
+    def __str__(self) -> str:
+        digits = 4 if abs(self.value) < 2 else 0 if self.error >= 2 else 1
+        return f"{self.value:.{digits}f} +- {self.error:.{digits}f}"
+
+
+# --- classes --------------------------------------------------------------------------------------------------------------
+
+
+def accuracy(probabilities: Tensor, targets: Tensor) -> Measured:
+    """Share of examples whose most probable class is theirs.
+
+    Example:
+        >>> print(accuracy(torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]]), torch.tensor([0, 1, 1])))
+        0.6667 +- 0.2795
+    """
+    p, labels = _checked_classes(probabilities, targets)
+    return _share(_hits(p, labels))
+
+
+def nll(probabilities: Tensor, targets: Tensor) -> Measured:
+    """Mean of -log p(target), in nats; infinite if a class that came true had probability 0."""
+    p, labels = _checked_classes(probabilities, targets)
+    return _mean(-_of_targets(p, labels).log())
+
+
+def brier(probabilities: Tensor, targets: Tensor) -> Measured:
+    """Mean squared distance between probabilities and what came true.
+
+    Summed over the classes, 0 to 2; for probabilities of one class of two it is of that class, 0 to 1.
+    """
+    p, labels = _checked_classes(probabilities, targets)
+    if p.shape == labels.shape:
+        return _mean((p - labels).square())
+    truth = torch.nn.functional.one_hot(labels, p.shape[1]).movedim(-1, 1)
+    return _mean((p - truth).square().sum(1))
+
+
+class Reliability(NamedTuple):
+    """The reliability curve: how often those came true that were said to be so probable. Tensors (bins,)."""
+
+    edges: Tensor
+    """(bins + 1,)"""
+    counts: Tensor
+    confidence: Tensor
+    """Mean probability in the bin; NaN in an empty one, and so below."""
+    frequency: Tensor
+    """Share that came true."""
+    error: Tensor
+    """Standard error of `frequency`: binomial, with half a success and half a failure added, so that it is never 0."""
+
+
+def reliability(probabilities: Tensor, targets: Tensor, num_bins: int = 15) -> Reliability:
+    """The reliability curve, in bins of equal width; a bin has its lower edge, the last one also 1.
+
+    Of the most probable class and whether it is right; where probabilities are of one class of two, of that class.
+
+    Example:
+        >>> curve = reliability(torch.tensor([0.1, 0.15, 0.9, 0.95]), torch.tensor([0, 1, 1, 1]), num_bins=2)
+        >>> curve.counts.tolist(), curve.frequency.tolist()
+        ([2, 2], [0.5, 1.0])
+    """
+    confidence, hits, bins = _binned(probabilities, targets, num_bins)
+    confidence, hits, bins = confidence.flatten(), hits.flatten(), bins.flatten()
+    counts = torch.bincount(bins, minlength=num_bins)
+    frequency = torch.bincount(bins, hits, num_bins) / counts
+    smooth = (frequency * counts + 0.5) / (counts + 1)
+    return Reliability(
+        torch.linspace(0, 1, num_bins + 1, dtype=torch.float64),
+        counts,
+        torch.bincount(bins, confidence, num_bins) / counts,
+        frequency,
+        (smooth * (1 - smooth) / counts).sqrt(),
+    )
+
+
+class ExpectedError(NamedTuple):
+    """Expected calibration error, and what it would be by chance: it is never 0, also not for true probabilities."""
+
+    value: float
+    error: float
+    by_chance: float
+    """Its mean, if every probability were the true one, and as many examples were seen."""
+    limit: float
+    """Which it would then exceed once in twenty times."""
+
+    @property
+    def is_by_chance(self) -> bool:
+        """Whether it is no larger than chance makes it."""
+        return self.value <= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f} +- {self.error:.4f} (by chance {self.by_chance:.4f}, 95% below {self.limit:.4f})"
+
+
+def ece(probabilities: Tensor, targets: Tensor, num_bins: int = 15) -> ExpectedError:
+    """Expected calibration error: the mean of |confidence - frequency| over bins of equal width, by number of examples.
+
+    With signs s_b of the bins fixed it is a mean over examples, of s_b (confidence - hit): its standard error is that of this
+    mean. What chance would make of it is found from 200 replicas, in which classes come true with the probabilities given.
+    """
+    confidence, hits, bins = _binned(probabilities, targets, num_bins)
+    gaps = torch.bincount(bins.flatten(), (confidence - hits).flatten(), num_bins)
+    signed = torch.where(gaps < 0, -1.0, 1.0)[bins] * (confidence - hits)
+    value, error = _mean(signed)
+    chance = _by_chance(confidence.flatten(), bins.flatten(), num_bins)
+    return ExpectedError(value, error, float(chance.mean()), float(chance.quantile(0.95)))
+
+
+def _by_chance(confidence: Tensor, bins: Tensor, num_bins: int) -> Tensor:
+    """Calibration errors of replicas whose probabilities are true."""
+    generator = torch.Generator().manual_seed(0)
+    n, found = len(confidence), []
+    for number in _portions(n):
+        hits = torch.rand(number, n, generator=generator, dtype=torch.float64) < confidence
+        gaps = torch.zeros(number, num_bins, dtype=torch.float64).index_add_(1, bins, confidence - hits.double())
+        found.append(gaps.abs().sum(1) / n)
+    return torch.cat(found)
+
+
+def _binned(probabilities: Tensor, targets: Tensor, num_bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Confidence, whether it came true, and the bin, (examples, ...)."""
+    if isinstance(num_bins, bool) or not isinstance(num_bins, int) or num_bins < 1:
+        raise ValueError(f"`num_bins` must be a positive integer, got {num_bins!r}.")
+    p, labels = _checked_classes(probabilities, targets)
+    is_binary = p.shape == labels.shape
+    confidence = p if is_binary else p.amax(1)
+    hits = labels.double() if is_binary else _hits(p, labels)
+    inner = torch.linspace(0, 1, num_bins + 1, dtype=torch.float64)[1:-1]
+    return confidence, hits, torch.bucketize(confidence, inner, right=True)
+
+
+# --- which to answer ------------------------------------------------------------------------------------------------------
+
+
+class RiskCurve(NamedTuple):
+    """What is risked if only the more certain examples are answered."""
+
+    coverage: Tensor
+    """Share that is answered, 1/n to 1."""
+    risk: Tensor
+    """Mean loss of those. Equal uncertainties are answered in any order, and the risk is the mean over the orders."""
+    area: float
+    """Under the curve (AURC): the mean risk over all coverages."""
+    area_at_random: float
+    """If uncertainty said nothing: the mean loss."""
+    area_at_best: float
+    """If it knew the losses."""
+
+    def at(self, coverage: float) -> float:
+        """The risk if this share is answered."""
+        if not 0 < coverage <= 1:
+            raise ValueError(f"`coverage` must lie between 0 and 1, got {coverage}.")
+        return float(self.risk[max(0, math.ceil(coverage * len(self.risk) - 1e-9) - 1)])
+
+
+def selective_risk(uncertainty: Tensor, losses: Tensor) -> RiskCurve:
+    """The risk of answering only where the uncertainty is low.
+
+    Args:
+        uncertainty: (examples,), such as `prediction.mutual_information` or `prediction.entropy`.
+        losses: (examples,): 1 for a wrong class and 0 for a right one, or any other loss.
+
+    Example:
+        >>> curve = selective_risk(torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.0, 0.0, 1.0, 1.0]))
+        >>> curve.at(0.5), curve.at(1.0)
+        (0.0, 0.5)
+    """
+    u, loss = _numbers("uncertainty", uncertainty), _numbers("losses", losses)
+    if len(u) != len(loss):
+        raise ValueError(f"{len(u)} uncertainties need as many losses, got {len(loss)}.")
+    n = len(u)
+    _, group = torch.unique(u, return_inverse=True)
+    counts = torch.bincount(group)
+    within = torch.bincount(group, loss) / counts  # the mean loss of equal uncertainties
+    number = torch.arange(1, n + 1, dtype=torch.float64)
+    risk = within.repeat_interleave(counts).cumsum(0) / number
+    best = loss.sort().values.cumsum(0) / number
+    return RiskCurve(number / n, risk, float(risk.mean()), float(loss.mean()), float(best.mean()))
+
+
+# --- telling two sets apart -----------------------------------------------------------------------------------------------
+
+
+def auroc(scores: Tensor, labels: Tensor) -> Measured:
+    """Area under the ROC curve: the probability that one of label 1 scores higher than one of label 0, ties count half.
+
+    The error is DeLong's (1988): from the spread of each example's own share of the others that it beats.
+
+    Example:
+        >>> auroc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1])).value
+        0.75
+    """
+    scores, is_one = _checked_labels(scores, labels)
+    ones, zeros = scores[is_one].sort().values, scores[~is_one].sort().values
+
+    def beaten(of: Tensor, others: Tensor) -> Tensor:
+        below = torch.searchsorted(others, of, right=False) + torch.searchsorted(others, of, right=True)
+        return below.double() / (2 * len(others))
+
+    of_ones, of_zeros = beaten(ones, zeros), 1 - beaten(zeros, ones)
+    variance = _variance_of_mean(of_ones) + _variance_of_mean(of_zeros)
+    return Measured(float(of_ones.mean()), variance**0.5)
+
+
+def average_precision(scores: Tensor, labels: Tensor) -> float:
+    """Area under the precision-recall curve (AUPR), as the sum of precisions weighted by the steps of recall."""
+    scores, is_one = _checked_labels(scores, labels)
+    return float(_precision(*_counts(scores, is_one, torch.ones(1, len(scores), dtype=torch.float64))))
+
+
+def fpr_at_tpr(scores: Tensor, labels: Tensor, tpr: float = 0.95) -> float:
+    """Share of label 0 above the highest cut that has at least this share of label 1 above it (or on it)."""
+    if not 0 < tpr <= 1:
+        raise ValueError(f"`tpr` must lie between 0 and 1, got {tpr}.")
+    scores, is_one = _checked_labels(scores, labels)
+    return float(_false_positives(*_counts(scores, is_one, torch.ones(1, len(scores), dtype=torch.float64)), tpr))
+
+
+class Detection(NamedTuple):
+    """How well a score tells examples from outside (label 1) from those inside."""
+
+    auroc: Measured
+    aupr: Measured
+    """1/2 is not what guessing gives, but the share of examples from outside."""
+    fpr95: Measured
+    """Share of the examples inside that are flagged where 95% of those from outside are."""
+
+    def __str__(self) -> str:
+        return f"AUROC {self.auroc}, AUPR {self.aupr}, FPR95 {self.fpr95}"
+
+
+def detection(inside: Tensor, outside: Tensor) -> Detection:
+    """How well a score, (examples,), higher outside, tells the two apart.
+
+    Errors of AUPR and FPR95 are the standard deviations over 200 bootstrap replicas of both sets.
+    """
+    inside, outside = _numbers("inside", inside), _numbers("outside", outside)
+    scores = torch.cat([inside, outside])
+    is_one = torch.arange(len(scores)) >= len(inside)
+    weights = torch.ones(1, len(scores), dtype=torch.float64)
+    counts = _counts(scores, is_one, weights)
+    generator, found = torch.Generator().manual_seed(0), []
+    for number in _portions(len(scores)):
+        weights = torch.cat([_resampled(len(part), number, generator) for part in (inside, outside)], 1)
+        again = _counts(scores, is_one, weights)
+        found.append(torch.stack([_precision(*again), _false_positives(*again, 0.95)], 1))
+    errors = torch.cat(found).std(0)
+    return Detection(
+        auroc(scores, is_one),
+        Measured(float(_precision(*counts)), float(errors[0])),
+        Measured(float(_false_positives(*counts, 0.95)), float(errors[1])),
+    )
+
+
+def _resampled(n: int, number: int, generator: torch.Generator) -> Tensor:
+    """How often each of n examples is drawn in n draws with replacement, (number, n)."""
+    drawn = torch.randint(n, (number, n), generator=generator)
+    return torch.zeros(number, n, dtype=torch.float64).scatter_add_(
+        1, drawn, torch.ones(1, dtype=torch.float64).expand(number, n)
+    )
+
+
+def _counts(scores: Tensor, is_one: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """True and false positives above each cut, as it falls over all scores, (replicas, cuts)."""
+    order = scores.argsort(descending=True)
+    ordered, hits = scores[order], is_one[order]
+    last_of_ties = torch.cat([ordered[1:] != ordered[:-1], torch.ones(1, dtype=torch.bool)])
+    weights = weights[:, order]
+    return (weights * hits).cumsum(1)[:, last_of_ties], (weights * ~hits).cumsum(1)[:, last_of_ties]
+
+
+def _precision(true: Tensor, false: Tensor) -> Tensor:
+    steps = torch.diff(true, dim=1, prepend=torch.zeros(len(true), 1, dtype=torch.float64)) / true[:, -1:]
+    precision = true / (true + false)
+    return torch.where(steps > 0, steps * precision, 0.0).sum(1)  # above the first score that was drawn there is nothing
+
+
+def _false_positives(true: Tensor, false: Tensor, tpr: float) -> Tensor:
+    first = (true < tpr * true[:, -1:] * (1 - 1e-12)).sum(1, keepdim=True)
+    return (false.gather(1, first) / false[:, -1:])[:, 0]
+
+
+# --- all of it ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ClassScores:
+    """How right class probabilities are. `print` it for a table."""
+
+    num_examples: int
+    accuracy: Measured
+    nll: Measured
+    brier: Measured
+    ece: ExpectedError
+    overconfidence: Measured
+    """Mean confidence - frequency: positive where more is claimed than comes true."""
+    reliability: Reliability
+    selective: dict[str, RiskCurve]
+    """Share of wrong classes if only the more certain examples are answered; by entropy, and by mutual information."""
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.ece.is_by_chance:
+            return f"calibrated, as far as {self.num_examples:,} examples can tell"
+        gap, error = self.overconfidence
+        if abs(gap) < 2 * error:
+            return "not calibrated: some probabilities are too high, others too low; see the reliability curve"
+        return (
+            f"{'over' if gap > 0 else 'under'}confident: probabilities are too {'high' if gap > 0 else 'low'} by {abs(gap):.3f}"
+        )
+
+    def __str__(self) -> str:
+        rows = {
+            "accuracy": str(self.accuracy),
+            "negative log likelihood": f"{self.nll} nats",
+            "Brier score": str(self.brier),
+            "calibration error": str(self.ece),
+            "confidence - frequency": f"{self.overconfidence.value:+.4f} +- {self.overconfidence.error:.4f}",
+        }
+        for name, curve in self.selective.items():
+            rows[f"wrong, by {name}"] = f"{curve.at(0.5):.4f} of the more certain half, {curve.at(1.0):.4f} of all"
+        return _table(f"{self.num_examples:,} examples: {self.verdict}", rows)
+
+
+class Coverage(NamedTuple):
+    """Of central intervals of one level."""
+
+    level: float
+    share: float
+    """Of the targets that lie inside."""
+    error: float
+    """Binomial; outputs of one example are not counted as several."""
+
+
+@dataclass(frozen=True)
+class ValueScores:
+    """How right predicted values are. `print` it for a table."""
+
+    num_examples: int
+    rmse: Measured
+    nll: Measured | None
+    """-log p(target) of an example, its outputs together; None where the noise of the targets is not known."""
+    coverage: tuple[Coverage, ...]
+    includes_noise: bool
+    """Whether the intervals are of new targets. If not they are of the mean values alone, and hold fewer targets."""
+    intervals: str
+    """Of which distribution they are."""
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if not self.includes_noise:
+            return "intervals of the mean values alone, without the noise of the targets: they hold fewer targets than they say"
+        off = [c for c in self.coverage if abs(c.share - c.level) > 2.5 * c.error]
+        if not off:
+            return f"intervals hold what they say, as far as {self.num_examples:,} examples can tell"
+        worst = max(off, key=lambda c: abs(c.share - c.level) / c.error)
+        word = "narrow" if worst.share < worst.level else "wide"
+        return f"intervals are too {word}: those of {worst.level:.0%} hold {worst.share:.1%} of the targets"
+
+    def __str__(self) -> str:
+        rows = {"root mean square error": f"{self.rmse.value:.4g} +- {self.rmse.error:.2g}"}
+        if self.nll is not None:
+            rows["negative log likelihood"] = f"{self.nll} nats"
+        rows |= {f"inside of {c.level:.0%}": f"{c.share:.4f} +- {c.error:.4f}" for c in self.coverage}
+        return _table(f"{self.num_examples:,} examples: {self.verdict}", rows | {"intervals": self.intervals})
+
+
+def score(
+    prediction: Prediction,
+    targets: Tensor | None = None,
+    *,
+    num_bins: int = 15,
+    levels: Sequence[float] = _LEVELS,
+) -> ClassScores | ValueScores:
+    """How right a prediction is: `ClassScores` or `ValueScores`, by its likelihood.
+
+    Intervals in regression are of new targets, noise included, where it is known (`GaussianNLL`): of the mixture of the draws
+    if the prediction has them (raw=True), else of a Gaussian with its mean and total variance. Without noise they are of the
+    mean values.
+
+    Args:
+        prediction: from `posterior.predict`.
+        targets: None: those that came with the data.
+        num_bins: of the reliability curve.
+        levels: of central intervals.
+    """
+    targets = prediction.targets if targets is None else targets
+    if targets is None:
+        raise ValueError("there are no targets to compare with: predict for (inputs, targets), or pass `targets`.")
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"`targets` must be a tensor, got {type(targets).__name__}.")
+    if prediction.likelihood.has_classes:
+        return _score_classes(prediction, targets, num_bins)
+    return _score_values(prediction, targets, levels)
+
+
+def _score_classes(prediction: Prediction, targets: Tensor, num_bins: int) -> ClassScores:
+    p = prediction.mean
+    is_categorical = "categorical" in prediction.likelihood.name
+    if is_categorical and targets.shape == p.shape:
+        raise ValueError(
+            f"labels must be numbers of classes, of shape {(len(p), *p.shape[2:])}, got {tuple(targets.shape)}: of one-hot "
+            "targets take targets.argmax(1)."
+        )
+    if not is_categorical and targets.shape != p.shape:
+        raise ValueError(f"probabilities {tuple(p.shape)} need labels of the same shape, got {tuple(targets.shape)}.")
+    confidence, hits, _ = _binned(p, targets, num_bins)
+    checked, labels = _checked_classes(p, targets)
+    wrong = (1 - _hits(checked, labels)).flatten()
+    uncertainties = {"entropy": prediction.entropy, "mutual information": prediction.mutual_information}
+    return ClassScores(
+        len(p),
+        accuracy(p, targets),
+        nll(p, targets),
+        brier(p, targets),
+        ece(p, targets, num_bins),
+        _mean(confidence - hits),
+        reliability(p, targets, num_bins),
+        {name: selective_risk(u.flatten(), wrong) for name, u in uncertainties.items()},
+    )
+
+
+def _score_values(prediction: Prediction, targets: Tensor, levels: Sequence[float]) -> ValueScores:
+    for level in levels:
+        if not 0 < level < 1:
+            raise ValueError(f"`levels` must lie between 0 and 1, got {level}.")
+    mean = prediction.mean.double()
+    if targets.shape != mean.shape:
+        raise ValueError(
+            f"predictions {tuple(mean.shape)} need targets of the same shape, got {tuple(targets.shape)}. For one target, "
+            "targets[:, None] has the shape (examples, 1)."
+        )
+    y = targets.detach().cpu().double()
+    for name, x in (("prediction", mean), ("target", y)):
+        if not bool(x.isfinite().all()):
+            raise ValueError(f"a {name} is not finite.")
+    if len(y) == 0:
+        raise ValueError("there are no examples.")
+    square = _mean((mean - y).square())
+    rmse = Measured(square.value**0.5, square.error / (2 * square.value**0.5) if square.value > 0 else 0.0)
+    if prediction.likelihood.name == "gaussian":
+        losses, place = _against_predictive(prediction, y)
+        inside = [((2 * place - 1).abs() <= level).double() for level in levels]
+        found = _mean(losses)
+        how = "of new targets, noise included: " + (
+            "Gaussian with the mean and variance of the prediction (raw=True has the mixture of its draws)"
+            if prediction.raw is None
+            else "mixture of the draws"
+        )
+    else:
+        found, how = None, "of the mean values over the draws, without the noise of the targets (which is not known)"
+        bounds = [(prediction.quantile((1 - level) / 2), prediction.quantile((1 + level) / 2)) for level in levels]
+        inside = [((y >= low) & (y <= high)).double() for low, high in bounds]
+    coverage = tuple(Coverage(level, *_share(x)) for level, x in zip(levels, inside, strict=True))
+    return ValueScores(len(y), rmse, found, coverage, prediction.likelihood.name == "gaussian", how)
+
+
+def _against_predictive(prediction: Prediction, y: Tensor) -> tuple[Tensor, Tensor]:
+    """-log p(y), (examples,), and P(new target < y), (examples, ...), of the predictive distribution."""
+    noise = prediction.aleatoric.double()
+    if prediction.raw is None:
+        draws, variance = prediction.mean.double()[None], noise + prediction.variance.double()
+    else:
+        # draws that predict noise of their own: what was kept of it is its mean
+        draws, variance = prediction.raw, noise
+    losses, place = [], []
+    size = max(1, _CHUNK // max(1, len(draws) * y[0].numel()))
+    for part in range(0, len(y), size):
+        rows = slice(part, part + size)
+        z = (y[rows] - draws[:, rows].double()) / variance[rows].sqrt()
+        place.append(torch.special.ndtr(z).mean(0))
+        log_p = -0.5 * (z.square() + torch.log(2 * math.pi * variance[rows]))
+        together = log_p.reshape(*log_p.shape[:2], -1).sum(2)  # the outputs of an example
+        losses.append(math.log(len(draws)) - together.logsumexp(0))
+    return torch.cat(losses), torch.cat(place)
+
+
+@dataclass(frozen=True)
+class OutOfDistribution:
+    """How well the draws tell examples from outside from those inside, by each of their uncertainties."""
+
+    num_inside: int
+    num_outside: int
+    by: dict[str, Detection]
+    """By "mutual information", "entropy" and "spread"; in regression by "spread"."""
+
+    def __str__(self) -> str:
+        rows = {f"by {name}": str(found) for name, found in self.by.items()}
+        return _table(f"{self.num_outside:,} examples from outside among {self.num_inside:,} inside", rows)
+
+
+def compare_ood(inside: Prediction, outside: Prediction) -> OutOfDistribution:
+    """Whether the draws know what they do not know: predictions for data as in training, and for data from elsewhere.
+
+    The spread is that of the most probable class; of several outputs, their mean.
+    """
+    first, second = uncertainties(inside), uncertainties(outside)
+    if first.keys() != second.keys():
+        raise ValueError(f"both must be predictions of one kind, got {inside.likelihood.name} and {outside.likelihood.name}.")
+    return OutOfDistribution(len(inside), len(outside), {name: detection(first[name], second[name]) for name in first})
+
+
+def uncertainties(prediction: Prediction) -> dict[str, Tensor]:
+    """One number for each example, (examples,), by name: what `compare_ood` compares."""
+    spread = prediction.spread
+    if not prediction.likelihood.has_classes:
+        return {"spread": _by_row(spread)}
+    if "categorical" in prediction.likelihood.name:
+        spread = spread.gather(1, prediction.labels.unsqueeze(1)).squeeze(1)
+    columns = {"mutual information": prediction.mutual_information, "entropy": prediction.entropy, "spread": spread}
+    return {name: _by_row(x) for name, x in columns.items()}
+
+
+# --- small things ---------------------------------------------------------------------------------------------------------
+
+
+def _checked_classes(probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    p, labels = probabilities.detach().cpu().double(), targets.detach().cpu()
+    is_binary = p.shape == labels.shape
+    if p.dim() == 0 or len(p) == 0:
+        raise ValueError("there are no examples.")
+    if not is_binary and (p.dim() < 2 or (len(p), *p.shape[2:]) != tuple(labels.shape)):
+        raise ValueError(
+            f"probabilities (examples, classes, ...) need labels (examples, ...), got {tuple(p.shape)} and "
+            f"{tuple(labels.shape)}; probabilities of one class of two need labels of their own shape."
+        )
+    if not bool(p.isfinite().all()):
+        raise ValueError("a probability is not finite.")
+    if bool(((p < -1e-6) | (p > 1 + 1e-6)).any()):
+        raise ValueError(
+            f"probabilities must lie between 0 and 1, got {float(p.min()):.4g} to {float(p.max()):.4g}: are they logits?"
+        )
+    if not is_binary and bool(((p.sum(1) - 1).abs() > 0.02).any()):
+        raise ValueError("the probabilities of the classes of an example must sum to 1 (along axis 1).")
+    number = 2 if is_binary else p.shape[1]
+    if bool(
+        ((labels < 0) | (labels >= number) | (labels != labels.floor() if labels.is_floating_point() else labels < 0)).any()
+    ):
+        raise ValueError(f"labels must be 0 to {number - 1}, got {float(labels.min()):g} to {float(labels.max()):g}.")
+    return p.clamp(0, 1), labels.long()
+
+
+def _checked_labels(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    scores = _numbers("scores", scores)
+    labels = labels.detach().cpu()
+    if labels.shape != scores.shape:
+        raise ValueError(f"{len(scores)} scores need as many labels, got {tuple(labels.shape)}.")
+    is_one = labels == 1
+    if bool(((labels != 0) & ~is_one).any()):
+        raise ValueError("labels must be 0 or 1.")
+    if not 0 < int(is_one.sum()) < len(labels):
+        raise ValueError("there must be examples of both labels, 0 and 1.")
+    return scores, is_one
+
+
+def _numbers(name: str, values: Tensor) -> Tensor:
+    x = values.detach().cpu().double()
+    if x.dim() != 1 or len(x) == 0:
+        raise ValueError(f"`{name}` must have one number for each example, got the shape {tuple(x.shape)}.")
+    if bool(x.isnan().any()):
+        raise ValueError(f"`{name}` has a NaN.")
+    return x
+
+
+def _hits(p: Tensor, labels: Tensor) -> Tensor:
+    chosen = (p > 0.5).long() if p.shape == labels.shape else p.argmax(1)
+    return (chosen == labels).double()
+
+
+def _of_targets(p: Tensor, labels: Tensor) -> Tensor:
+    if p.shape == labels.shape:
+        return torch.where(labels == 1, p, 1 - p)
+    return p.gather(1, labels.unsqueeze(1)).squeeze(1)
+
+
+def _portions(n: int) -> list[int]:
+    """How many replicas of n examples to make at once, until there are enough."""
+    size = max(1, min(_REPLICAS, _CHUNK // n))
+    return [min(size, _REPLICAS - made) for made in range(0, _REPLICAS, size)]
+
+
+def _by_row(values: Tensor) -> Tensor:
+    return values.double().flatten(1).mean(1) if values.dim() > 1 else values.double()
+
+
+def _mean(values: Tensor) -> Measured:
+    rows = _by_row(values)
+    return Measured(float(rows.mean()), _variance_of_mean(rows) ** 0.5)
+
+
+def _share(values: Tensor) -> Measured:
+    """Of ones among zeros and ones. Half of either is added for the error, which is then never 0."""
+    share, n = float(values.mean()), len(values)
+    smooth = (share * n + 0.5) / (n + 1)
+    return Measured(share, (smooth * (1 - smooth) / n) ** 0.5)
+
+
+def _variance_of_mean(x: Tensor) -> float:
+    return float(x.var() / len(x)) if len(x) > 1 else math.nan
+
+
+def _table(title: str, rows: dict[str, Any]) -> str:
+    width = max(map(len, rows))
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
