@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import adammcmc
+from adammcmc.config import read_config
 from adammcmc.jets import bundled
 
 ROOT = Path(__file__).parent.parent
@@ -106,6 +108,20 @@ def test_the_page_on_jets_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         code = code.replace(words, fewer)
     exec(code, {})
     assert "288 jets: accuracy 0." in capsys.readouterr().out
+
+
+def test_the_page_on_the_command_line_is_that_of_the_code() -> None:
+    """If this fails: python docs/commands.py"""
+    made = runpy.run_path(str(ROOT / "docs" / "commands.py"))["page"]()
+    assert (ROOT / "docs" / "cli.md").read_text() == made
+
+
+def test_the_configuration_on_the_page_can_be_read() -> None:
+    [text] = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / "cli.md").read_text(), re.DOTALL | re.MULTILINE)
+    config = read_config(text)
+    assert config.sampler is not None
+    assert config.sampler.options["sigma"] == [1e-4, 3e-4, 1e-3, 3e-3]
+    assert config.run.num_chains == 4
 
 
 @pytest.mark.parametrize("name", ["jets", "others"])

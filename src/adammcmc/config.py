@@ -201,11 +201,20 @@ def read_config(text: str, changes: Sequence[str] = (), what: str = "the configu
     """A configuration from its text, with `section.key=value` changes on top; `what` names it in errors."""
     try:
         table = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also numbers that Python takes for too long
         raise ValueError(f"{what} is not TOML: {error}.") from error
     for change in changes:
         apply_change(table, change)
+    _check_integers(table, what)
     return parse(table)
+
+
+def _check_integers(value: Any, what: str) -> None:
+    """TOML's are of 64 bits; Python reads any, and cannot even print the longest."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{what} has an integer of more than 64 bits.")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_integers(item, what)
 
 
 def apply_change(table: dict[str, Any], change: str) -> None:
@@ -215,14 +224,14 @@ def apply_change(table: dict[str, Any], change: str) -> None:
     if not equals or not last or not all(path):
         raise ValueError(f"--set must look like section.key=value, got {change!r}.")
     try:
-        parsed = tomllib.loads(f"value = {text.strip()}")
-        if set(parsed) != {"value"}:
-            raise ValueError(f"--set must give one value, got {change!r}.")
-        value = parsed["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+        value, *others = tomllib.loads(f"value = {text.strip()}").values()
+    except (ValueError, RecursionError):
+        others = []
         if not re.fullmatch(r"[\w./:+-]+", text.strip()):
             raise ValueError(f"--set {name}: {text.strip()!r} is no value of TOML. Quote a text: {name}='\"...\"'.") from None
         value = text.strip()
+    if others:
+        raise ValueError(f"--set must give one value, got {change!r}.")
     for step in path:
         table = table.setdefault(step, {})
         if not isinstance(table, dict):

@@ -7,9 +7,11 @@ import difflib
 import inspect
 import math
 import re
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 __all__ = ["REQUIRED", "Option", "default_words", "key", "nearest", "options_of", "read_table", "type_words"]
@@ -124,7 +126,7 @@ def _checked(place: str, value: Any, option: Option) -> Any:
         if isinstance(value, str) and typing.get_origin(option.kind) is not None:
             choices = [a for arm in (option.kind, *typing.get_args(option.kind)) for a in _choices(arm)]
             hint = f" D{nearest(value, choices)[1:]}" if choices and nearest(value, choices).startswith("did") else ""
-        raise ValueError(f"{place} `{option.name}` must be {words}{rule}, got {value!r}.{hint}") from None
+        raise ValueError(f"{place} `{option.name}` must be {words}{rule}, got {reprlib.repr(value)}.{hint}") from None
     return result
 
 
@@ -148,11 +150,9 @@ def _fit(value: Any, kind: Any) -> Any:
         if isinstance(value, str) and value in arguments:
             return value
     elif kind is float:
-        if type(value) in (int, float) and not math.isnan(value):
-            try:
+        with suppress(OverflowError):  # an integer beyond all numbers
+            if type(value) in (int, float) and not math.isnan(value):
                 return float(value)
-            except OverflowError:
-                raise _Misfit from None
     elif kind in (bool, int, str):
         if type(value) is kind and not (kind is str and "\0" in value):
             return value

@@ -150,6 +150,7 @@ def schema_as_toml() -> str:
     lines = [
         "# A configuration of adammcmc, with every key there is. A line that begins with #: is a key that may be left out;",
         "# what stands there is its default. Paths are relative to this file, and so are modules (or to where you are).",
+        "# Where the words say None, leave the key out. What keys [sampler], [prior], [acceptance] have depends on their name.",
         "# adammcmc sample FILE.toml --dry-run says what this samples, and what it takes.",
         "",
     ]
