@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "adammcmc"
 
 # a file imports only from files above it; `acceptance` is a package
 ORDER = [
-    ["lazy", "options", "citation", "errors", "encoding", "moments", "philox"],
+    ["lazy", "interrupts", "options", "citation", "errors", "encoding", "moments", "philox"],
     ["randomness"],
     ["leaves"],
     ["target", "direction", "proposal"],

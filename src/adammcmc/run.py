@@ -50,6 +50,7 @@ from adammcmc.factory import (
     settings_of,
     told,
 )
+from adammcmc.interrupts import Interrupt, deferred_interrupt
 from adammcmc.likelihood import DataExamples, Likelihood, Loss, as_likelihood, likelihood_of
 from adammcmc.moments import Moments
 from adammcmc.posterior import Posterior, bare, check_model, describe_tensors
@@ -332,7 +333,8 @@ class _Run:
             chain = self.new_chain(number) if self.stack is None else self.stack
             with show_bar(chain.name, show=progress) as bar:
                 try:
-                    chain.go(store, bar)
+                    with deferred_interrupt() as interrupt:
+                        chain.go(store, bar, interrupt)
                 except BaseException as error:
                     self._add_what_is_left(error, chain, store)
                     raise
@@ -410,8 +412,8 @@ class _Loop(ABC):
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
-    def go(self, store: Store, bar: Bar) -> None:
-        """To the last draw."""
+    def go(self, store: Store, bar: Bar, interrupt: Interrupt) -> None:
+        """To the last draw, or to the end of the step in which an interrupt came: then all of it is saved."""
         if (saved := store.saved(self.key)) is None:
             raise StoreMismatch(f"{self.name} has no checkpoint.")
         self.load(saved)
@@ -443,6 +445,10 @@ class _Loop(ABC):
             if run.callbacks:
                 self._tell("on_step")
             bar.update(sampler.num_steps, self._num_steps(), self._status)
+            if interrupt.is_asked:
+                store.flush()
+                store.save(self.key, self.state())
+                raise KeyboardInterrupt
         store.flush()
         self._tell("on_end")
 
