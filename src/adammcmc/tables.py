@@ -56,7 +56,7 @@ def format_seconds(seconds: float) -> str:
         >>> format_seconds(0.00123), format_seconds(75.0), format_seconds(1e5)
         ('1.2 ms', '75 s', '27.8 h')
     """
-    if seconds < 0.1:
+    if seconds < 0.095:
         return f"{1000 * seconds:.2g} ms"
     if seconds < 120:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
