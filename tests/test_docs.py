@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import adammcmc
+from adammcmc.config import read_config
 from adammcmc.jets import bundled
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +43,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def sample(*args: Any, **options: Any) -> adammcmc.Posterior:
         return adammcmc.sample(*args, **{**options, "gap": 2, "num_draws": 10, "burn_in": 300})
 
-    fast = SimpleNamespace(**{**vars(adammcmc), "sample": sample})
+    fast = SimpleNamespace(**{name: getattr(adammcmc, name) for name in adammcmc.__all__} | {"sample": sample})
     return {
         "adammcmc": fast,
         "F": F,
@@ -126,6 +128,20 @@ def test_the_pages_on_calibration_and_diagnostics(tmp_path: Path, capsys: pytest
         assert words in printed
     assert names["data"].posterior["prediction"].shape == (4, 10, 198)
     assert [c.level for c in names["scores"].coverage] == [0.5, 0.68, 0.9, 0.95]
+
+
+def test_the_page_on_the_command_line_is_that_of_the_code() -> None:
+    """If this fails: python docs/commands.py"""
+    made = runpy.run_path(str(ROOT / "docs" / "commands.py"))["page"]()
+    assert (ROOT / "docs" / "cli.md").read_text() == made
+
+
+def test_the_configuration_on_the_page_can_be_read() -> None:
+    [text] = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / "cli.md").read_text(), re.DOTALL | re.MULTILINE)
+    config = read_config(text)
+    assert config.sampler is not None
+    assert config.sampler.options["sigma"] == [1e-4, 3e-4, 1e-3, 3e-3]
+    assert config.run.num_chains == 4
 
 
 @pytest.mark.parametrize("name", ["jets", "others"])

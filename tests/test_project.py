@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "adammcmc"
 
 # a file imports only from files above it; `acceptance` is a package
 ORDER = [
-    ["errors", "encoding", "moments", "philox"],
+    ["lazy", "interrupts", "options", "citation", "errors", "encoding", "moments", "philox"],
     ["randomness"],
     ["leaves", "keyed"],
     ["control"],
@@ -26,7 +26,7 @@ ORDER = [
     ["kernel"],
     ["kernels"],
     ["fused", "packing", "stateful", "tuning", "health"],
-    ["onepass", "compiled"],
+    ["onepass", "compiled", "chainpass"],
     ["capture"],
     ["closure"],
     ["sampler"],
@@ -39,8 +39,13 @@ ORDER = [
     ["posterior"],
     ["advice", "chain", "run"],
     ["twosided"],
+    ["tasks"],
+    ["config"],
+    ["recipe"],
+    ["forecast"],
+    ["tables"],
     ["jets"],
-    ["demo"],
+    ["demo", "cli_jets"],
     ["cli"],
     ["__main__"],
 ]

@@ -767,11 +767,11 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(tmp_path: Path, mon
 
 
 def test_the_forecast_is_near_the_truth(tmp_path: Path) -> None:
-    from adammcmc.run import _forecast
+    from adammcmc.run import forecast_size
 
     posterior = run(tmp_path / "run", num_draws=40)
     size = sum(p.stat().st_size for p in (tmp_path / "run").rglob("*"))
-    assert size < _forecast(posterior.store.manifest, posterior.model, 1) < 10 * size
+    assert size < forecast_size(posterior.model, num_draws=len(posterior), num_chains=1) < 10 * size
 
 
 def run_callback_order() -> list[str]:

@@ -1,12 +1,24 @@
-"""The command line: each command reads its options, calls the library, and shows the result."""
+"""The command line: each command reads its options, calls the library, and shows the result.
 
+Nothing heavy is imported before a command needs it: `--version` and `--help` come at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import adammcmc
-from adammcmc.jets.commands import app as jets_app
+from adammcmc.cli_jets import app as jets_app
+
+if TYPE_CHECKING:
+    from adammcmc.posterior import Posterior
+    from adammcmc.recipe import Recipe, Source
 
 __all__ = ["app"]
 
@@ -14,19 +26,32 @@ app = typer.Typer(
     name="adammcmc",
     help="Draw a neural network's weights from its posterior by Metropolis-Hastings around Adam steps, "
     "and be told what was sampled.",
+    epilog="In this order: schema (a configuration to start from), sample, diagnose, predict. Exit codes: 0 done, 1 an error, "
+    "2 the command line was not understood, 130 stopped by Ctrl-C. --debug, anywhere, shows the traceback of an error.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+Run = Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)]
+Again = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", help="A TOML file that names the network anew: for runs made in Python, or moved.", show_default=False
+    ),
+]
+Data = Annotated[
+    str | None,
+    typer.Argument(
+        help="A file .npz or .npy, or module:attribute; the held-out data of the run if not given.", show_default=False
+    ),
+]
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"adammcmc {adammcmc.__version__}")
         raise typer.Exit
-
-
-app.add_typer(jets_app, name="jets")
 
 
 @app.callback()
@@ -57,3 +82,228 @@ def demo(
     except ImportError as error:
         raise typer.BadParameter(f"the demo needs {error.name}. Run: pip install 'adammcmc[demo]'") from error
     run_demo(output, epochs=epochs, gap=gap, num_draws=draws, seed=seed)
+
+
+@app.command()
+def sample(
+    config: Annotated[Path, typer.Argument(help="A TOML file; `adammcmc schema` prints one.", show_default=False)],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="section.key=value: change one value of the file; as often as needed.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="A folder for the draws, in place of the file's own.", show_default=False),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be sampled, and what it would take. Writes nothing.")
+    ] = False,
+) -> None:
+    """Draw weights, as a configuration says.
+
+    The configuration names a network, data, a loss and a sampler. Ctrl-C stops the run; `adammcmc resume RUN` goes on with it,
+    bit for bit.
+    """
+    from adammcmc.recipe import Source, prepare
+
+    recipe = prepare(Source.of_file(config, changes or []))
+    path = output or recipe.path
+    if (path / "run.json").exists():
+        raise ValueError(
+            f"'{path}' holds a run already: `adammcmc resume {path}` goes on with it, --output takes another folder."
+        )
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"'{path}' is a file: the draws need a folder.")
+    if dry_run:
+        _show_forecast(recipe, path)
+        return
+    with _stopping(path):
+        if (loss := recipe.train_first()) is not None:
+            typer.echo(f"trained: {recipe.training_steps:,} steps of Adam, last loss {loss:.4g}")
+        posterior = recipe.sample(path)
+    _tell_what_came(posterior, path)
+
+
+@app.command()
+def resume(
+    run: Run,
+    draws: Annotated[
+        int | None,
+        typer.Option(min=1, help="Draws of each chain in the end; more than were asked for before.", show_default=False),
+    ] = None,
+    config: Again = None,
+) -> None:
+    """Go on with a run that was stopped, or make more draws."""
+    from adammcmc.recipe import prepare
+    from adammcmc.store import read_manifest
+
+    before = read_manifest(run)["configuration"]["num_draws"]
+    recipe = prepare(_source(run, config))
+    with _stopping(run):
+        posterior = recipe.sample(run, resume=True, num_draws=before if draws is None else draws)
+    _tell_what_came(posterior, run)
+
+
+@app.command()
+def predict(
+    run: Run,
+    data: Data = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A file for all predictions: .npz or .csv.", show_default=False)
+    ] = None,
+    rows: Annotated[int, typer.Option(min=0, help="How many of the most uncertain examples to show.")] = 10,
+    config: Again = None,
+) -> None:
+    """Predict with all draws: mean, spread, entropy, mutual information.
+
+    Shows the examples of which the draws are least sure; --output writes all of them.
+    """
+    from adammcmc.tables import prediction_table, summary_line, write_prediction
+
+    if output is not None:
+        _check_output(output, ".npz", ".csv")
+    recipe, posterior = _opened(run, config)
+    examples = _examples(recipe, data)
+    if examples is None:
+        raise typer.BadParameter("the configuration of the run has no held-out data ([data] `test`): give DATA.")
+    prediction = posterior.predict(examples)
+    if output is not None:
+        write_prediction(output, prediction)
+    typer.echo(summary_line(prediction))
+    if rows:
+        _print(prediction_table(prediction, rows))
+    if output is not None:
+        typer.echo(f"all {len(prediction):,} predictions: {output}")
+
+
+@app.command()
+def diagnose(
+    run: Run,
+    data: Data = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A file for the same as .json.", show_default=False)
+    ] = None,
+    config: Again = None,
+) -> None:
+    """Say what was sampled, and whether to trust it.
+
+    The verdict first, then R-hat and effective draws of the loss, of predictions for held-out inputs, and of the layers; then,
+    if there are targets, how right the predictions are.
+    """
+    if output is not None:
+        _check_output(output, ".json")
+    recipe, posterior = _opened(run, config)
+    examples = _examples(recipe, data)
+    failure = None
+    try:
+        summary = posterior.summary(examples)
+    except (ValueError, TypeError, RuntimeError) as error:  # a network that is not called with inputs alone, for example
+        if examples is None or data is not None:
+            raise
+        summary, examples, failure = posterior.summary(), None, error
+    if output is not None:
+        output.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
+    typer.echo(str(summary))
+    if failure is not None:
+        typer.echo(f"note: the held-out data cannot be predicted: {' '.join(str(failure).split())}")
+    if examples is not None and len(posterior) > 0:
+        prediction = posterior.predict(examples)
+        if prediction.targets is not None:
+            typer.echo(f"\n{adammcmc.score(prediction)}")
+
+
+@app.command()
+def schema() -> None:
+    """Print a configuration with every key there is, and what it means: a file to start from.
+
+    It runs as it is (a small bundled task): adammcmc schema > my.toml && adammcmc sample my.toml
+    """
+    from adammcmc.tables import schema_as_toml
+
+    typer.echo(schema_as_toml())
+
+
+@app.command()
+def cite() -> None:
+    """Print BibTeX: the paper, and this software."""
+    from adammcmc.citation import bibtex
+
+    typer.echo(bibtex())
+
+
+app.add_typer(jets_app, name="jets")
+
+
+# --- what commands share --------------------------------------------------------------------------------------------------
+
+
+def _source(run: Path, config: Path | None) -> Source:
+    from adammcmc.recipe import Source
+
+    return Source.of_run(run) if config is None else Source.of_file(config)
+
+
+def _opened(run: Path, config: Path | None) -> tuple[Recipe, Posterior]:
+    """What a run was made from, and its draws."""
+    from adammcmc.posterior import Posterior
+    from adammcmc.recipe import prepare
+
+    recipe = prepare(_source(run, config))
+    posterior = Posterior.open(run, recipe.model)
+    if not posterior.store.index:
+        raise ValueError(f"the run in '{run}' has no draws yet: `adammcmc resume {run}` goes on with it.")
+    return recipe, posterior
+
+
+def _examples(recipe: Recipe, data: str | None) -> Any:
+    """The data that a command names, or those that the run held out; None where there are none."""
+    from adammcmc.recipe import load_data
+
+    if data is None:
+        return recipe.test
+    return load_data(data, Path.cwd(), recipe.model, keys=recipe.config.data.keys, needs_targets=False)
+
+
+def _check_output(output: Path, *endings: str) -> None:
+    """Before the work, not after it."""
+    if output.suffix not in endings:
+        raise typer.BadParameter(f"--output must end in {' or '.join(endings)}, got '{output}'.")
+    if not output.parent.is_dir():
+        raise typer.BadParameter(f"the folder '{output.parent}' for --output does not exist.")
+
+
+@contextmanager
+def _stopping(path: Path) -> Iterator[None]:
+    """After Ctrl-C: what is kept, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (path / "run.json").exists():
+            number = "what it had"
+            with suppress(Exception):  # a count is not worth an error
+                from adammcmc.store import FolderStore
+
+                number = f"{len(FolderStore(path).index)} draws"
+            typer.echo(f"stopped; {path} keeps {number}. Go on with: adammcmc resume {path}", err=True)
+        else:
+            typer.echo("stopped before the first step; nothing is kept.", err=True)
+        raise typer.Exit(130) from None
+
+
+def _tell_what_came(posterior: Posterior, path: Path) -> None:
+    typer.echo(str(posterior))
+    typer.echo(f"draws: {path}. Next: adammcmc diagnose {path}, adammcmc predict {path}")
+
+
+def _show_forecast(recipe: Recipe, path: Path) -> None:
+    from adammcmc.forecast import forecast
+    from adammcmc.tables import forecast_lines
+
+    for line in forecast_lines(forecast(recipe), recipe, path):
+        typer.echo(line)
+
+
+def _print(table: object) -> None:
+    from rich.console import Console
+
+    Console().print(table)

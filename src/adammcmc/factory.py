@@ -19,6 +19,7 @@ from adammcmc.target import Gaussian, Prior
 from adammcmc.tuning import BurnIn
 
 __all__ = [
+    "SCANNED",
     "Factory",
     "as_factory",
     "build",
@@ -35,14 +36,14 @@ __all__ = [
 
 Factory = Callable[..., Sampler]
 """parameters, options -> sampler"""
-_SCANNED = ("lr", "sigma", "sigma_along", "step_size", "inverse_temperature")
+SCANNED = ("lr", "sigma", "sigma_along", "step_size", "inverse_temperature")
 
 
 def scanned(factory: Any, num_chains: int) -> dict[str, list[float]]:
     """The options that have one value for each chain, as numbers."""
     values: dict[str, list[float]] = {}
     for name, value in given_options(factory).items():
-        if name not in _SCANNED or not isinstance(value, Tensor) or value.dim() == 0:
+        if name not in SCANNED or not isinstance(value, Tensor) or value.dim() == 0:
             continue
         if value.dim() > 1:
             raise ValueError(

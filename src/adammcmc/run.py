@@ -10,6 +10,7 @@ one from that of step 0), so that going on after a stop is what every run does.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import platform
 import time
@@ -48,6 +49,7 @@ from adammcmc.factory import (
     settings_of,
     told,
 )
+from adammcmc.interrupts import Interrupt, deferred_interrupt
 from adammcmc.likelihood import DataExamples, Likelihood, Loss, as_likelihood, likelihood_of
 from adammcmc.moments import Moments
 from adammcmc.posterior import Posterior, bare, check_model, describe_tensors
@@ -59,7 +61,7 @@ from adammcmc.store import FolderStore, MemoryStore, Store, check_space, format_
 from adammcmc.target import Prior
 from adammcmc.tuning import BurnIn
 
-__all__ = ["sample"]
+__all__ = ["forecast_size", "sample"]
 
 _logger = logging.getLogger("adammcmc")
 _CHECKPOINT_SECONDS = 60.0  # between draws that are far apart
@@ -89,6 +91,7 @@ def sample(
     callbacks: Sequence[Callback] = (),
     likelihood: str | Likelihood | None = None,
     num_data: int | None = None,
+    config: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> Posterior:
     """Draw a network's weights from its posterior.
@@ -130,6 +133,7 @@ def sample(
         callbacks: see `Callback`; `TensorBoard(folder)` writes scalars.
         likelihood: what the outputs mean, for prediction; None is what the loss says. See `Likelihood`.
         num_data: needed for iterable data without a length only.
+        config: what made the model and the data, as JSON: kept in the run's `run.json`, where the command line finds it.
         progress: show a bar if standard error is a terminal.
 
     Returns:
@@ -214,6 +218,7 @@ def sample(
                 "tensors": describe_tensors(model),
             },
             "versions": _versions(),
+            **({} if config is None else {"config": json.loads(json.dumps(dict(config), allow_nan=False))}),
         }
         store = _open_store(path, manifest, run, resume)
         try:
@@ -329,7 +334,8 @@ class _Run:
             chain = self.new_chain(number) if self.stack is None else self.stack
             with show_bar(chain.name, show=progress) as bar:
                 try:
-                    chain.go(store, bar)
+                    with deferred_interrupt() as interrupt:
+                        chain.go(store, bar, interrupt)
                 except BaseException as error:
                     self._add_what_is_left(error, chain, store)
                     raise
@@ -407,8 +413,8 @@ class _Loop(ABC):
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
-    def go(self, store: Store, bar: Bar) -> None:
-        """To the last draw."""
+    def go(self, store: Store, bar: Bar, interrupt: Interrupt) -> None:
+        """To the last draw, or to the end of the step in which an interrupt came: then all of it is saved."""
         if (saved := store.saved(self.key)) is None:
             raise StoreMismatch(f"{self.name} has no checkpoint.")
         self.load(saved)
@@ -440,6 +446,10 @@ class _Loop(ABC):
             if run.callbacks:
                 self._tell("on_step")
             bar.update(sampler.num_steps, self._num_steps(), self._status)
+            if interrupt.is_asked:
+                store.flush()
+                store.save(self.key, self.state())
+                raise KeyboardInterrupt
         store.flush()
         self._tell("on_end")
 
@@ -713,7 +723,9 @@ def _stack(run: _Run, first: Any, *, is_asked: bool) -> _Stack | None:
 
 def _open_store(path: Path | None, manifest: dict[str, Any], run: _Run, resume: bool) -> Store:
     """A new store with every chain's first checkpoint, or the one that is there."""
-    size = _forecast(manifest, run.model, run.num_chains)
+    size = forecast_size(
+        run.model, num_draws=run.num_draws, num_chains=run.num_chains, keep=manifest["keep"], dtype=manifest["dtype"]
+    )
     if path is None:
         _check_memory(size)
         store: Store = MemoryStore(manifest)
@@ -741,6 +753,7 @@ def _reopened(path: Path, manifest: dict[str, Any], run: _Run) -> FolderStore:
     try:
         _check_same_run(store.manifest, manifest, run, path)
         store.manifest["configuration"]["num_draws"] = run.num_draws
+        store.manifest |= {key: manifest[key] for key in ("config",) if key in manifest}
         store.write_manifest()
     except BaseException:
         store.close()
@@ -773,13 +786,14 @@ def _check_same_run(before: dict[str, Any], now: dict[str, Any], run: _Run, fold
         raise StoreMismatch(f"{what} was made with other data: their values differ from those of this call.")
 
 
-def _forecast(manifest: dict[str, Any], model: nn.Module, num_chains: int) -> int:
-    """Bytes of all draws and checkpoints."""
-    kind = None if manifest["dtype"] is None else torch.empty(0, dtype=getattr(torch, manifest["dtype"])).element_size()
+def forecast_size(
+    model: nn.Module, *, num_draws: int, num_chains: int, keep: str | int = "draws", dtype: str | None = None
+) -> int:
+    """Bytes of all draws and checkpoints of a run, as `sample` would store it."""
+    kind = None if dtype is None else torch.empty(0, dtype=getattr(torch, dtype)).element_size()
     tensors = [x for x in model.state_dict().values() if isinstance(x, Tensor)]
     one = sum(x.numel() * (kind if kind is not None and x.is_floating_point() else x.element_size()) + 128 for x in tensors)
     weights = sum(x.numel() * x.element_size() + 128 for x in tensors)
-    keep, num_draws = manifest["keep"], int(manifest["configuration"]["num_draws"])
     kept = min(keep + 1, num_draws) if isinstance(keep, int) else (num_draws if keep == "draws" else 0)
     moments = 0 if keep == "draws" else 16 * sum(x.numel() for x in tensors)
     # a checkpoint holds weights and two moments, and is there twice while it is replaced

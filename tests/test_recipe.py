@@ -1,0 +1,203 @@
+"""Configurations become what they name: networks, data from files, losses, samplers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import adammcmc
+from adammcmc.factory import given_options, innermost
+from adammcmc.recipe import Recipe, Source, load_data, prepare
+from adammcmc.tasks import TASKS
+from tests.shell import GOOD, furnish, modules_forgotten
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    furnish(tmp_path)
+    with modules_forgotten():
+        yield tmp_path
+
+
+def made(home: Path, *changes: str, text: str = GOOD) -> Recipe:
+    return prepare(Source(text, changes, home, "good"))
+
+
+def test_the_first_weights_depend_on_the_seed_alone(home: Path) -> None:
+    """Also when the module, which draws random numbers, was imported before."""
+    first, again, other = made(home), made(home), made(home, "run.seed=1")
+    assert all(map(torch.equal, first.model.parameters(), again.model.parameters()))
+    assert not any(map(torch.equal, first.model.parameters(), other.model.parameters()))
+
+
+def test_weights_are_loaded(home: Path) -> None:
+    state = torch.load(home / "fits.pt")
+    assert all(torch.equal(p, state[name]) for name, p in made(home, "model.weights=fits.pt").model.named_parameters())
+
+
+def test_modes(home: Path) -> None:
+    assert made(home).model.training
+    assert not made(home, "model.mode=eval").model.training
+
+
+def test_files_are_brought_to_the_precision_of_the_weights(home: Path) -> None:
+    model = nn.Linear(2, 2)
+    inputs, targets = load_data("train.npz", home, model)
+    assert (inputs.dtype, targets.dtype) == (np.float32, np.int64)  # of float64 and uint8
+    np.testing.assert_allclose(inputs, np.load(home / "train.npz")["inputs"], rtol=1e-6)
+    assert load_data("train.npz", home, model.double())[0].dtype == np.float64
+    assert load_data("train.npz", home, model.bfloat16())[0].dtype == torch.bfloat16
+    alone = load_data("x.npy", home, nn.Linear(2, 2))
+    assert isinstance(alone, np.memmap)  # right already: mapped, not read
+    pair = load_data(["x.npy", "y.npy"], home, nn.Linear(2, 2))
+    assert [part.shape for part in pair] == [(40, 2), (40,)]
+
+
+def test_arrays_are_taken_in_the_order_of_their_names(tmp_path: Path) -> None:
+    """Not in that of the file."""
+    x, y = np.zeros((3, 2), np.float32), np.ones(3, np.int64)
+    model = nn.Linear(2, 2)
+    np.savez(tmp_path / "a.npz", targets=y, inputs=x)
+    np.savez(tmp_path / "b.npz", y=y, X=x)
+    np.savez(tmp_path / "c.npz", x, y)
+    np.savez(tmp_path / "d.npz", label=y, image=x, weight=y)
+    for name in "abc":
+        assert [part.shape for part in load_data(f"{name}.npz", tmp_path, model)] == [(3, 2), (3,)]
+    parts = load_data("d.npz", tmp_path, model, keys=["image", "label"])
+    assert [part.shape for part in parts] == [(3, 2), (3,)]
+    np.savez(tmp_path / "e.npz", image=x)
+    assert load_data("e.npz", tmp_path, model, keys=["image", "label"], needs_targets=False).shape == (3, 2)
+    with pytest.raises(ValueError, match="there is no array 'label'"):
+        load_data("e.npz", tmp_path, model, keys=["image", "label"])
+
+
+def test_data_of_a_module(home: Path) -> None:
+    assert len(made(home, "data.train=shell_things:data", "data.arguments.number=7").train[0]) == 7
+    (home / "shell_sets.py").write_text(
+        "import torch\nfrom torch.utils.data import TensorDataset\n"
+        "train = TensorDataset(torch.zeros(5, 2), torch.zeros(5, dtype=torch.long))"
+    )
+    assert isinstance(made(home, "data.train=shell_sets:train").train, TensorDataset)
+
+
+def test_losses(home: Path) -> None:
+    assert made(home).loss is F.cross_entropy
+    smooth = made(home, "loss.arguments.label_smoothing=0.1").loss
+    outputs, targets = torch.randn(4, 2), torch.tensor([0, 1, 0, 1])
+    assert torch.equal(smooth(outputs, targets), F.cross_entropy(outputs, targets, label_smoothing=0.1))
+    assert made(home, "loss.name=GaussianNLL", "loss.arguments.noise=0.5").loss == adammcmc.GaussianNLL(0.5)
+    assert made(home, "loss.name=GaussianNLL").loss == adammcmc.GaussianNLL(None)
+    assert isinstance(made(home, "loss.name=torch.nn:CrossEntropyLoss").loss, nn.CrossEntropyLoss)
+
+
+def test_samplers(home: Path) -> None:
+    factory = made(home, "acceptance.name=FullData", "acceptance.chunk_size=7").sampler()
+    assert innermost(factory) is adammcmc.AdamMCMC
+    assert given_options(factory) == {
+        "lr": 0.01,
+        "sigma": 0.01,
+        "sigma_along": 1.0,
+        "acceptance": adammcmc.FullData(chunk_size=7),
+    }
+    scan = given_options(made(home, "sampler.sigma=[0.1, 0.2]").sampler())["sigma"]
+    assert torch.equal(scan, torch.tensor([0.1, 0.2], dtype=torch.float64))
+    assert prepare(Source('task = "sine"', (), home, "a")).sampler() is None
+    by_default = prepare(Source('task = "sine"\n[acceptance]\nname = "FullData"', (), home, "a")).sampler()
+    assert innermost(by_default) is adammcmc.Underdamped
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:adammcmc")
+def test_every_sampler_runs(home: Path) -> None:
+    settings: dict[str, list[str]] = {
+        "Underdamped": ["sampler.step_size=0.01"],
+        "MALA": ["sampler.step_size=1e-4"],
+        "AdamMCMC": ["sampler.sigma=0.01", "sampler.fused=false"],
+        "AsReleased": ["sampler.sigma=0.01"],
+        "ExactAdamMCMC": ["sampler.sigma=0.01", "sampler.betas=[0.9, 0.9]"],
+    }
+    for name, changes in settings.items():
+        text = GOOD[: GOOD.index("[sampler]")] + GOOD[GOOD.index("[prior]") :]
+        recipe = made(home, f"sampler.name={name}", *changes, text=text)
+        posterior = recipe.sample(None, progress=False)
+        assert len(posterior) == 6
+        assert posterior.store.manifest["configuration"]["sampler"] == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["prior={name='Gaussian', scale=[1, 2, 3, 4]}"], "s = 1..4 by tensor"),
+        (["prior={name='Gaussian.fan_in', gain=2, bias_scale=0.5}"], "s = 0.5..1.41 by tensor"),
+        (["prior={name='Gaussian.per_layer', scales={'0' = 0.5, '2' = 3}}"], "s = 0.5..3 by tensor"),
+        (["prior={name='UniformBox', low=-3, high=3}"], "uniform on [-3, 3]^P"),
+        (["prior={name='UniformBall', radius=9}"], "uniform on the ball |theta| <= 9"),
+    ],
+)
+def test_priors(home: Path, changes: list[str], words: str) -> None:
+    posterior = made(home, *changes).sample(None, num_draws=1, gap=1, burn_in=0, progress=False)
+    assert words in posterior.target
+
+
+def test_training_lowers_the_loss(home: Path) -> None:
+    recipe = made(home, "training.steps=200", "run.batch_size=20")
+    x, y = (torch.from_numpy(np.asarray(a)) for a in recipe.train)
+    before = float(F.cross_entropy(recipe.model(x), y).detach())
+    last = recipe.train_first(progress=False)
+    assert last is not None
+    assert float(F.cross_entropy(recipe.model(x), y).detach()) < 0.5 * before
+    assert made(home).train_first() is None
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_tasks_are_learnt_and_say_their_size(name: str) -> None:
+    task = TASKS[name]()
+    number = sum(p.numel() for p in task.model.parameters())
+    assert f"({number} weights)" in (TASKS[name].__doc__ or "")
+    recipe = prepare(Source(f'task = "{name}"', (), Path(), name))
+    assert recipe.train_first(progress=False) is not None
+    x, y = recipe.train
+    outputs = recipe.model(x).detach()
+    if name == "two-moons":
+        assert len(x) == 200
+        assert (outputs.argmax(1) == y).float().mean() > 0.95
+        assert (recipe.model(recipe.test[0]).argmax(1) == recipe.test[1]).float().mean() > 0.93
+    else:
+        assert len(x) == 60
+        assert ((x.abs() >= 0.8) & (x.abs() <= 2)).all()
+        assert float((outputs - y).square().mean().sqrt()) < 0.2
+
+
+def test_where_a_run_goes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert made(home).path == home / "runs" / "good"
+    assert made(home, "run.path=elsewhere").path == home / "elsewhere"
+    assert made(home, "run.path=/tmp/a").path == Path("/tmp/a")
+    monkeypatch.chdir(home)
+    assert made(home).path == Path("runs/good")
+
+
+def test_a_project_that_moved_is_found(home: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The run folder knows where its configuration lies from itself."""
+    path = home / "runs" / "a"
+    made(home).sample(path, progress=False)
+    moved = tmp_path_factory.mktemp("moved") / "project"
+    home.rename(moved)
+    source = Source.of_run(moved / "runs" / "a")
+    assert source.folder == moved
+    assert prepare(source).train[0].shape == (40, 2)
+    moved.rename(home)
+
+
+def test_what_config_holds_must_be_json(home: Path) -> None:
+    recipe = made(home)
+    bad: Any = {"a": object()}
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        recipe.sample(home / "new", config=bad)
+    assert not (home / "new").exists()
