@@ -5,6 +5,7 @@ from adammcmc.acceptance import AlwaysAccept, FullData, Minibatch
 from adammcmc.advice import Calibration, Suggestion, calibrate_sigma, suggest
 from adammcmc.callbacks import Callback, Event, TensorBoard
 from adammcmc.chain import sample_density, warm_up
+from adammcmc.corrected import CorrectedMALA
 from adammcmc.data import Examples, TensorExamples
 from adammcmc.diagnostics import TwoSided, two_sided
 from adammcmc.errors import (
@@ -41,6 +42,7 @@ __all__ = [
     "Callback",
     "ChainState",
     "ClosureReport",
+    "CorrectedMALA",
     "Density",
     "Event",
     "ExactAdamMCMC",

@@ -79,6 +79,13 @@ class Potential(Protocol):
         """Losses of chosen examples, (chains, len(indices)), without gradient."""
         ...
 
+    def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
+        """With (1/n) sum_i w_i l_i, (chains,), float64, in the place of the mean loss, and with its gradient.
+
+        `weights`: (chains, num_examples). Only examples with a weight that is not zero in some chain are looked at.
+        """
+        ...
+
     @property
     def num_examples(self) -> int | None:
         """How many examples `example_losses` can be asked for; None if it cannot be asked."""
@@ -145,6 +152,9 @@ class Density:
         return potential_difference(self.scale, current, proposed)
 
     def example_losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
+        raise TypeError("a density has no examples: it is the full data already.")
+
+    def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
         raise TypeError("a density has no examples: it is the full data already.")
 
 
