@@ -1,0 +1,444 @@
+"""What every acceptance test costs, and how far from the posterior it is, with and without a control variate.
+
+    python -m benchmarks.acceptance [--output benchmarks/results/acceptance.json] [--length 1.0] [--cores 2]
+
+Two posteriors whose truth is known. *Heavy tails*: the location of 2,000 Student-t(2) data, loss log cosh(theta - x_i), a flat
+prior, the truth by quadrature. *Logistic*: 50,000 rows, 5 features and an intercept, N(0, 1) prior on the weights, the
+truth by importance sampling from the Laplace approximation with the full data. All chains start from draws of the truth, take
+the same random walk (of about one posterior sd in each direction; for the logistic problem in coordinates where the Laplace
+covariance is 1), and the first quarter is dropped.
+
+*sd / truth* is the root mean square distance from the true mean over the true sd, all coordinates together; its error comes
+from the spread between the chains. *Data* is the number of examples looked at in a step over n: an example counts once, though
+its loss is asked at both points (`FullData` remembers that of the current point), and though a control variate asks for its
+Taylor terms. *ESS per datum* is the effective number of draws of the slowest coordinate over all examples looked at, relative
+to `FullData`. What a control variate costs once (one pass over the data, at a reference that has to be found) is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adammcmc import (
+    Barker,
+    Confidence,
+    DataDensity,
+    FullData,
+    Minibatch,
+    Penalty,
+    Prior,
+    Sequential,
+    Tuna,
+    kernels,
+    sample_density,
+)
+from adammcmc.acceptance import Comparison, Test, beta_eff
+from adammcmc.acceptance.bounds import Bound, DerivativeBound, logistic_bound
+from benchmarks.networks import effective_size
+
+RESULTS = Path(__file__).parent / "results" / "acceptance.json"
+
+
+class Problem(NamedTuple):
+    """A posterior whose truth is known."""
+
+    name: str
+    losses: Callable[..., Tensor]
+    data: tuple[Tensor, ...]
+    prior: Prior | None
+    mean: Tensor
+    """Of the truth, (dim,)."""
+    sd: Tensor
+    truth_error: float
+    """Of the sd, relative."""
+    reference: Tensor
+    """Where a control variate is expanded: the mode, (dim,)."""
+    sigma: float
+    """Of the random walk."""
+    bound: Callable[[int], Bound]
+    """By the order of the control variate, 0 without one."""
+    num_chains: int
+    num_steps: int
+
+    def target(self, order: int = 0) -> DataDensity:
+        # the random walk needs no gradient: a batch of one example, which is not counted
+        return DataDensity(self.losses, *self.data, prior=self.prior, batch_size=1)
+
+    def draws(self, count: int, generator: torch.Generator) -> Tensor:
+        """Points to start from: of a normal distribution with the mean and sd of the truth."""
+        return self.mean + self.sd * torch.randn(count, len(self.mean), dtype=torch.float64, generator=generator)
+
+
+# --- the two posteriors -------------------------------------------------------------------------------------------------
+
+
+def log_cosh(theta: Tensor, x: Tensor) -> Tensor:
+    return F.softplus(2 * (theta - x)) - (theta - x) - math.log(2)
+
+
+def heavy_tails(n: int = 2000) -> Problem:
+    g = torch.Generator().manual_seed(0)
+    normal, halves = torch.randn(n, dtype=torch.float64, generator=g), torch.rand(n, dtype=torch.float64, generator=g)
+    x = normal / (-halves.log()).sqrt()  # Student-t with 2 degrees of freedom: chi^2_2 / 2 is exponential
+    mode = torch.zeros(1, dtype=torch.float64)
+    for _ in range(50):
+        u = torch.tanh(mode - x)
+        mode = mode - u.sum() / (1 - u.square()).sum()
+    width = float((1 - torch.tanh(mode - x).square()).sum()) ** -0.5
+    grid = mode + width * torch.linspace(-10, 10, 2001, dtype=torch.float64)
+    level = torch.stack([-log_cosh(t, x).sum() for t in grid])
+    weight = torch.softmax(level, 0)
+    mean = (weight * grid).sum()
+    sd = (weight * (grid - mean).square()).sum().sqrt()
+    largest = (1.0, 1.0, 4 / (3 * math.sqrt(3)))  # of the first, second and third derivative of log cosh
+
+    def bound(order: int) -> Bound:
+        return DerivativeBound(torch.full((n,), largest[order], dtype=torch.float64), order, None if order == 0 else mode)
+
+    return Problem("heavy tails", log_cosh, (x,), None, mean[None], sd[None], 0.0, mode, 1.0 * width, bound, 200, 1000)
+
+
+def shifted_logistic(z: Tensor, inputs: Tensor, offset: Tensor) -> Tensor:
+    """log(1 + e^-(y x.w)) with y x.w = offset + inputs . z."""
+    return F.softplus(-(offset + inputs @ z))
+
+
+class Shifted(Prior):
+    """w ~ N(0, 1) for w = mode + root z."""
+
+    def __init__(self, mode: Tensor, root: Tensor) -> None:
+        self._mode, self._root = mode, root
+
+    def log_density(self, params: Sequence[Tensor]) -> Tensor:
+        return -0.5 * (self._mode + self._root @ params[0]).square().sum()
+
+
+def logistic(n: int = 50_000, num_features: int = 5) -> Problem:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(n, num_features, dtype=torch.float64, generator=g)
+    x[:, 1] += 0.8 * x[:, 0]  # some correlation, and one skewed feature
+    x[:, 2] = x[:, 2].exp() - 1.6
+    x = torch.cat([x, torch.ones(n, 1, dtype=torch.float64)], 1)
+    w = torch.tensor([1.0, -0.7, 0.5, 0.3, 0.0, -0.5], dtype=torch.float64)[-x.shape[1] :]
+    y = 2 * (torch.rand(n, dtype=torch.float64, generator=g) < torch.sigmoid(x @ w)).double() - 1
+    mode = torch.zeros_like(w)
+    for _ in range(20):
+        p = torch.sigmoid(-y * (x @ mode))
+        hessian = (x * (p * (1 - p))[:, None]).T @ x + torch.eye(len(w), dtype=torch.float64)
+        mode = mode - torch.linalg.solve(hessian, -(x * (y * p)[:, None]).sum(0) + mode)
+    root = torch.linalg.cholesky(torch.linalg.inv(hessian))
+    inputs, offset = y[:, None] * (x @ root), y * (x @ mode)
+    prior = Shifted(mode, root)
+    mean, sd, error = _importance(inputs, offset, prior, g)
+
+    def bound(order: int) -> Bound:
+        return logistic_bound(inputs, order, None if order == 0 else torch.zeros_like(w))
+
+    sigma = 2.38 / math.sqrt(len(w))
+    return Problem(
+        "logistic", shifted_logistic, (inputs, offset), prior, mean, sd, error, torch.zeros_like(w), sigma, bound, 16, 3000
+    )
+
+
+def _importance(
+    inputs: Tensor, offset: Tensor, prior: Prior, g: torch.Generator, pairs: int = 500
+) -> tuple[Tensor, Tensor, float]:
+    """Mean and sd of z, where N(0, 1) is its Laplace approximation, by weights of antithetic draws; error of the sd.
+
+    The sd is that of the weighted draws over that of the same draws unweighted: what the weights change, not what chance does.
+    """
+    half = torch.randn(pairs, inputs.shape[1], dtype=torch.float64, generator=g)
+    z = torch.cat([half, -half])
+    level = torch.stack([prior.log_density([one]) - shifted_logistic(one, inputs, offset).sum() for one in z])
+    weight = torch.softmax(level + 0.5 * z.square().sum(1), 0) * len(z)
+    mean = (weight[:, None] * z).mean(0)
+    change = (weight[:, None] * z.square()).mean(0) / z.square().mean(0) - mean.square()
+    each = ((weight[:, None] - 1) * z.square()).view(2, pairs, -1).mean(0)
+    return mean, change.sqrt(), float((each.std(0) / math.sqrt(pairs) / 2).max())
+
+
+# --- the rows -------------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One line of the table: a test, on one problem."""
+
+    label: str
+    make: Callable[[Problem], Test]
+    length: float = 1.0
+    """Steps, over those of the problem: less where a step is expensive."""
+    order: int = 0
+    """Of the control variate; 0 is none."""
+    num_chains: int | None = None
+    """None: those of the problem. More where a step costs next to nothing."""
+
+
+def rows(problem: Problem) -> list[Row]:
+    """The lines of one problem."""
+    return _small(problem) if problem.name == "heavy tails" else _large(problem)
+
+
+def _small(problem: Problem) -> list[Row]:
+    n = len(problem.data[0])
+    first = n // 40
+    found = [
+        Row("`FullData()`", lambda p: FullData()),
+        *(Row(f"`Minibatch({b})`", lambda p, b=b: Minibatch(b), 0.6) for b in (n // 40, n // 10, 2 * n // 5)),
+        *(Row(f"`Penalty({b})`", lambda p, b=b: Penalty(b), 0.6) for b in (n // 10, 2 * n // 5)),
+        Row(f"`Barker({first})`", lambda p: Barker(first), 0.2),
+        Row(f"`Sequential(0.1, {first})`", lambda p: Sequential(0.1, first), 0.4),
+        Row(f"`Sequential(0.05, {first})`", lambda p: Sequential(0.05, first), 0.3),
+        Row(f"`Sequential(0.01, {first})`", lambda p: Sequential(0.01, first), 0.2),
+        Row(f"`Confidence(0.05, bound, {first})`", lambda p: Confidence(0.05, p.bound(0), first), 0.2),
+        Row("`Tuna(bound, chi=0.1)`", lambda p: Tuna(p.bound(0), 0.1), 0.4),
+        Row("`Tuna(bound, chi=1e-4)`", lambda p: Tuna(p.bound(0), 1e-4), 2.0),
+    ]
+    for k in (1, 2):
+        found += [
+            Row("`Minibatch(50)`", lambda p: Minibatch(50), order=k),
+            Row("`Penalty(50)`", lambda p: Penalty(50), order=k),
+            Row("`Barker(50)`", lambda p: Barker(50), order=k),
+            Row("`Sequential(0.01, 50)`", lambda p: Sequential(0.01, 50), 0.6, order=k),
+            Row("`Confidence(0.05, bound, 50)`", lambda p, k=k: Confidence(0.05, p.bound(k), 50), 0.4, order=k),
+            Row("`Tuna(bound, chi=0.1)`", lambda p, k=k: Tuna(p.bound(k), 0.1), order=k),
+        ]
+    return found
+
+
+def _large(problem: Problem) -> list[Row]:
+    n = len(problem.data[0])
+    first, growth = n // 100, 2.0
+    found = [
+        Row("`FullData()`", lambda p: FullData()),
+        Row(f"`Minibatch({n // 10})`", lambda p: Minibatch(n // 10), 0.4),
+        Row(f"`Minibatch({2 * n // 5})`", lambda p: Minibatch(2 * n // 5), 0.12),
+        Row(f"`Penalty({n // 10})`", lambda p: Penalty(n // 10), 0.1),
+        Row(f"`Penalty({2 * n // 5})`", lambda p: Penalty(2 * n // 5), 0.12),
+        Row(f"`Barker({first}, {growth:g})`", lambda p: Barker(first, growth), 0.06),
+        Row(f"`Sequential(0.1, {first}, {growth:g})`", lambda p: Sequential(0.1, first, growth), 0.12),
+        Row(f"`Sequential(0.01, {first}, {growth:g})`", lambda p: Sequential(0.01, first, growth), 0.06),
+        Row(f"`Confidence(0.05, bound, {first})`", lambda p: Confidence(0.05, p.bound(0), first), 0.05),
+        Row("`Tuna(bound, chi=0.1)`", lambda p: Tuna(p.bound(0), 0.1), 0.2),
+        Row("`Tuna(bound, chi=1e-4)`", lambda p: Tuna(p.bound(0), 1e-4), 0.1),
+        Row("`Confidence(0.05, bound, 50)`", lambda p: Confidence(0.05, p.bound(2), 50), 0.03, order=2),
+    ]
+    for k in (1, 2):
+        found += [
+            Row("`Minibatch(50)`", lambda p: Minibatch(50), 0.6, k, 64),
+            Row("`Penalty(50)`", lambda p: Penalty(50), 0.6, k, 64),
+            Row("`Barker(50, 1.5)`", lambda p: Barker(50, 1.5), 0.4, k),
+            Row("`Sequential(0.01, 50, 1.5)`", lambda p: Sequential(0.01, 50, 1.5), 0.4, k),
+            Row("`Tuna(bound, chi=0.1)`", lambda p, k=k: Tuna(p.bound(k), 0.1), 0.6, k, 64),
+        ]
+    return found
+
+
+def measure(problem: Problem, row: Row, num_steps: int, seed: int = 1) -> dict[str, Any]:
+    """One line of the table."""
+    generator = torch.Generator().manual_seed(seed)
+    num_chains = row.num_chains or problem.num_chains
+    start = problem.draws(num_chains, generator)
+    kernel = kernels.adam_mcmc(0.0, sigma=problem.sigma, acceptance=row.make(problem))
+    began = time.perf_counter()
+    draws, info = sample_density(
+        problem.target(row.order), start, kernel, num_steps=num_steps, burn_in=num_steps // 4, seed=generator, progress=False
+    )
+    seconds = time.perf_counter() - began
+    n = len(problem.data[0])
+    square = ((draws - problem.mean) / problem.sd).square().mean((1, 2))  # of each chain
+    ratio = float(square.mean().sqrt())
+    error = float(square.std()) / math.sqrt(num_chains) / (2 * ratio)
+    data = float(info.num_examples.mean())
+    noise = info.log_ratio_noise.square().nanmean().sqrt()
+    return {
+        "problem": problem.name,
+        "test": row.label,
+        "control_variate": row.order,
+        "sd_ratio": ratio,
+        "sd_ratio_error": math.hypot(error, problem.truth_error),
+        "acceptance": float(info.is_accepted.double().mean()),
+        "data": data / n,
+        "draws_per_step": float(effective_size(draws).min()) / (num_chains * draws.shape[1]),
+        "noise": float(noise),
+        "beta_eff": float(beta_eff(noise)) if isinstance(kernel.acceptance, Minibatch) else math.nan,
+        "chains": num_chains,
+        "steps": num_steps,
+        "seconds": seconds,
+    }
+
+
+def with_gains(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """ESS per example looked at, over that of `FullData` on the same problem."""
+    full = {r["problem"]: r["draws_per_step"] / r["data"] for r in found if r["test"] == "`FullData()`"}
+    return [r | {"gain": r["draws_per_step"] / r["data"] / full[r["problem"]]} for r in found]
+
+
+# --- two side questions ---------------------------------------------------------------------------------------------------
+
+
+def wrong_decisions(problem: Problem, num_moves: int, seed: int = 2) -> list[dict[str, Any]]:
+    """How often `Sequential` decides otherwise than the full data would, with the same uniform number."""
+    found = []
+    generator = torch.Generator().manual_seed(seed)
+    start = problem.draws(num_moves, generator)
+    target = problem.target().next_batch((start,), generator)
+    proposed = start + problem.sigma * torch.randn(start.shape, dtype=torch.float64, generator=generator)
+    log_uniform = torch.rand(num_moves, dtype=torch.float64, generator=generator).log()
+    comparison = Comparison(
+        target,
+        (start,),
+        (proposed,),
+        target.evaluate((start,), with_grad=False),
+        lambda: target.evaluate((proposed,), with_grad=False),
+        lambda: torch.zeros(num_moves, dtype=torch.float64),
+        torch.ones(num_moves, dtype=torch.bool),
+        log_uniform,
+    )
+    truth = FullData()(comparison, None, generator)[0].is_accepted
+    for eps in (0.1, 0.05, 0.01):
+        for first in (target.num_examples // 40, target.num_examples // 10):
+            verdict = Sequential(eps, first)(comparison, None, generator)[0]
+            wrong = (verdict.is_accepted != truth).double()
+            found.append(
+                {
+                    "eps": eps,
+                    "batch_size": first,
+                    "wrong": float(wrong.mean()),
+                    "wrong_error": float(wrong.std()) / math.sqrt(num_moves),
+                    "looks": float((verdict.num_examples / first).ceil().mean()),
+                    "data": float(verdict.num_examples.mean()) / target.num_examples,
+                }
+            )
+    return found
+
+
+def corrected_mala(problem: Problem, num_steps: int, seed: int = 3) -> list[dict[str, Any]]:
+    """What `kernels.corrected_mala` would sample on the heavy tails, by quadrature, and whether it moves.
+
+    The chains start from the law that it has at rest: theta by quadrature, then each example with its odds given theta.
+    """
+    (x,) = problem.data
+    grid = problem.mean + problem.sd * torch.linspace(-40, 40, 1601, dtype=torch.float64)
+    losses = torch.stack([log_cosh(t, x) for t in grid])
+    found = []
+    for lam in (1.0, 0.1, 0.01):
+        truth = _deviation(grid, -lam * losses.sum(1))
+        for rho in (0.1, 0.5, 0.9):
+            kernel = kernels.corrected_mala(0.5 * truth**2, rho)
+            inside = torch.exp(-lam / kernel.weight * losses)
+            level = (inside + 1 - rho).log().sum(1)
+            generator = torch.Generator().manual_seed(seed)
+            places = torch.multinomial(torch.softmax(level, 0), 50, replacement=True, generator=generator)
+            share = inside[places] / (inside[places] + 1 - rho)
+            mask = torch.rand(share.shape, dtype=torch.float64, generator=generator) < share
+            target = DataDensity(log_cosh, x, inverse_temperature=lam, batch_size=1)
+            state = kernel.init(grid[places][:, None], target)
+            state = state._replace(memory=kernels.CarriedBatch(mask))
+            accepted = torch.zeros(50)
+            for _ in range(num_steps):
+                state, info = kernel.step(state, target, generator)
+                accepted += info.is_accepted
+            found.append(
+                {
+                    "inverse_temperature": lam,
+                    "rho": rho,
+                    "sd_ratio": _deviation(grid, level) / truth,
+                    "accepted": int(accepted.sum()),
+                    "moves": 50 * num_steps,
+                }
+            )
+    return found
+
+
+def _deviation(grid: Tensor, level: Tensor) -> float:
+    weight = torch.softmax(level, 0)
+    mean = (weight * grid).sum()
+    return float((weight * (grid - mean).square()).sum().sqrt())
+
+
+# --- the run --------------------------------------------------------------------------------------------------------------
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """As the docs have it."""
+    lines = [
+        "| test | control variate | sd / truth | acceptance | data | noise s | ESS per datum |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in found:
+        order = {0: "", 1: "first order", 2: "second order"}[r["control_variate"]]
+        noise = "" if math.isnan(r["noise"]) else f"{r['noise']:.2g}"
+        lines.append(
+            f"| {r['test']} | {order} | {r['sd_ratio']:.3f} +- {r['sd_ratio_error']:.3f} | {r['acceptance']:.2f} | "
+            f"{r['data']:.2g} | {noise} | {r['gain']:.2g} |"
+        )
+    return "\n".join(lines)
+
+
+_PROBLEMS: dict[str, Problem] = {}
+
+
+def _job(job: tuple[str, int, float]) -> dict[str, Any]:
+    """One row, in a process that has the problems already."""
+    torch.set_num_threads(1)
+    name, number, length = job
+    problem = _PROBLEMS[name]
+    row = rows(problem)[number]
+    found = measure(problem, row, max(8, int(length * row.length * problem.num_steps)))
+    print(f"{name}: {row.label}, order {row.order}: {found['sd_ratio']:.3f}, {found['seconds']:.0f} s", flush=True)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=float, default=1.0, help="of the chains")
+    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--rows", type=int, nargs=2, default=(2000, 50_000), help="of the two problems")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args(argv)
+    began = time.perf_counter()
+    torch.set_num_threads(1)
+    made = [heavy_tails(options.rows[0]), logistic(options.rows[1])]
+    _PROBLEMS.update({problem.name: problem for problem in made})
+    jobs = [(p.name, number, options.length) for p in reversed(made) for number in range(len(rows(p)))]  # the long ones first
+    if options.cores > 1:
+        with multiprocessing.get_context("fork").Pool(options.cores) as pool:
+            found = list(pool.imap(_job, jobs))
+    else:
+        found = [_job(job) for job in jobs]
+    found = with_gains(found)
+    results = {
+        "about": {"torch": torch.__version__, "length": options.length, "rows": list(options.rows)},
+        "truth_error": {problem.name: problem.truth_error for problem in made},
+        "tests": found,
+        "wrong_decisions": wrong_decisions(made[0], max(100, int(10_000 * options.length))),
+        "corrected_mala": corrected_mala(made[0], max(2, int(100 * options.length))),
+    }
+    results["about"]["seconds"] = time.perf_counter() - began
+    for problem in made:
+        print(f"\n{problem.name}\n\n{table([r for r in found if r['problem'] == problem.name])}")
+    print("\n| eps | first look | looks | wrong decisions | data |\n|---|---|---|---|---|")
+    for r in results["wrong_decisions"]:
+        wrong = f"{r['wrong']:.4f} +- {r['wrong_error']:.4f}"
+        print(f"| {r['eps']} | {r['batch_size']} | {r['looks']:.1f} | {wrong} | {r['data']:.2f} |")
+    print("\n| lambda | rho | sd / truth, its law | accepted |\n|---|---|---|---|")
+    for r in results["corrected_mala"]:
+        print(f"| {r['inverse_temperature']} | {r['rho']} | {r['sd_ratio']:.2f} | {r['accepted']} of {r['moves']} |")
+    print(f"\n{results['about']['seconds']:.0f} s")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
