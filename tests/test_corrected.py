@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 import adammcmc
-from adammcmc import CorrectedMALA, Gaussian, PerExampleLossRequired, TensorExamples, kernels
+from adammcmc import CorrectedMALA, DataDensity, Gaussian, PerExampleLossRequired, TensorExamples, kernels
 from adammcmc.kernel import ChainState, Info
 from adammcmc.kernels.corrected import CarriedBatch
 from adammcmc.leaves import Leaves
@@ -24,7 +24,7 @@ from tests.doors import X, Y, network, same, seeded, weights
 class Location:
     """l_i(theta) = log cosh(theta - x_i) + offset, a N(0, 2^2) prior on theta, many chains at once."""
 
-    fixed = is_bounded = False
+    fixed = is_bounded = can_narrow = False
 
     def __init__(self, data: Tensor, lam: float = 1.0, offset: float = 0.0) -> None:
         self.data, self.inverse_temperature, self.scale, self.offset = data, lam, lam * len(data), offset
@@ -279,6 +279,22 @@ def examples_of(model: nn.Module, rows: int = 12) -> TensorExamples:
 def optimizer(model: nn.Module, **options) -> CorrectedMALA:  # type: ignore[no-untyped-def]
     settings = {"step_size": 0.02, "rho": 0.5, "num_data": 12, "prior": Gaussian(), "generator": seeded()}
     return CorrectedMALA(model.parameters(), **(settings | {"examples": examples_of(model)} | options))
+
+
+def test_a_data_density_makes_the_same_chain() -> None:
+    """The functional door: many chains, each with a batch of its own."""
+    target = DataDensity(lambda p, x: torch.log(torch.cosh(p - x)), DATA, prior=Gaussian(2.0), batch_size=1)
+    kernel, potential = kernels.corrected_mala(0.15, 0.4), Location(DATA)
+    start = torch.linspace(-1, 1, 30, dtype=torch.float64)[:, None]
+    (one, other), g, h = (kernel.init(start, target), kernel.init(start, potential)), seeded(), seeded()
+    for _ in range(30):
+        one, info = kernel.step(one, target, g)
+        other, same_info = kernel.step(other, potential, h)
+        torch.testing.assert_close(one.params, other.params)
+        assert torch.equal(info.is_accepted, same_info.is_accepted)
+    draws, info = adammcmc.sample_density(target, start, kernel, num_steps=20, progress=False)
+    assert draws.shape == (30, 20, 1)
+    assert 0 < int(info.is_accepted.sum()) < 600
 
 
 def test_the_optimizer_makes_the_same_chain() -> None:

@@ -17,9 +17,9 @@ SOURCE = ROOT / "src" / "adammcmc"
 ORDER = [
     ["errors", "encoding", "moments", "philox"],
     ["randomness"],
-    ["leaves"],
+    ["leaves", "keyed"],
     ["target", "direction", "proposal"],
-    ["data"],
+    ["data", "data_density"],
     ["likelihood"],
     ["acceptance"],
     ["kernel"],

@@ -1,12 +1,13 @@
 """AdamMCMC: draw a network's weights from its tempered posterior, and be told what was sampled."""
 
 from adammcmc import acceptance, kernels, target
-from adammcmc.acceptance import AlwaysAccept, FullData, Minibatch
+from adammcmc.acceptance import AlwaysAccept, Barker, Confidence, FullData, Minibatch, Penalty, Sequential, Tuna
 from adammcmc.advice import Calibration, Suggestion, calibrate_sigma, suggest
 from adammcmc.callbacks import Callback, Event, TensorBoard
 from adammcmc.chain import sample_density, warm_up
 from adammcmc.corrected import CorrectedMALA
 from adammcmc.data import Examples, TensorExamples
+from adammcmc.data_density import DataDensity
 from adammcmc.diagnostics import TwoSided, two_sided
 from adammcmc.errors import (
     NonFiniteLoss,
@@ -37,12 +38,15 @@ __all__ = [
     "AdamMCMC",
     "AlwaysAccept",
     "AsReleased",
+    "Barker",
     "BurnIn",
     "Calibration",
     "Callback",
     "ChainState",
     "ClosureReport",
+    "Confidence",
     "CorrectedMALA",
+    "DataDensity",
     "Density",
     "Event",
     "ExactAdamMCMC",
@@ -58,11 +62,13 @@ __all__ = [
     "Minibatch",
     "NonFiniteLoss",
     "OptimizerMCMC",
+    "Penalty",
     "PerExampleLossRequired",
     "Posterior",
     "Prediction",
     "Prior",
     "Sampler",
+    "Sequential",
     "StochasticClosure",
     "StoreCorrupt",
     "StoreFull",
@@ -72,6 +78,7 @@ __all__ = [
     "Target",
     "TensorBoard",
     "TensorExamples",
+    "Tuna",
     "TwoSided",
     "Underdamped",
     "UniformBall",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adammcmc.data_density import DataDensity
 from adammcmc.errors import NonFiniteLoss, StochasticClosure
 from adammcmc.kernel import ChainState, Info, Kernel
 from adammcmc.kernels.arguments import placed
@@ -22,7 +23,7 @@ __all__ = ["sample_density", "warm_up"]
 
 
 def sample_density(
-    log_density: Callable[[Any], Tensor],
+    log_density: Callable[[Any], Tensor] | DataDensity,
     initial: Any,
     kernel: Kernel,
     *,
@@ -37,7 +38,7 @@ def sample_density(
 
     Args:
         log_density: maps (chains, dim), or a pytree of tensors (chains, ...), to (chains,); -inf outside the support. It need
-            not be normalised. Chains must not influence each other.
+            not be normalised. Chains must not influence each other. Or a `DataDensity`, a sum of losses over data.
         initial: starting points, on the device where the chains shall run.
         kernel: from `adammcmc.kernels`. Where a setting is a tensor (chains,), each chain has its own: a scan is one run.
         num_steps: transitions in all, burn-in included.
@@ -74,9 +75,10 @@ def sample_density(
     draws = [x.new_empty(x.shape[0], num_draws, *x.shape[1:]) for x in leaves]
     infos: list[Info] = []
     for step in track(range(1, num_steps + 1), "sampling", show=progress):
-        state, info = kernel.step(state, potential, generator)
+        now = potential.next_batch(flatten(state.params)[0], generator)
+        state, info = kernel.step(state, now, generator)
         if adaptation is not None and not adaptation.is_done:
-            kernel = _adapted(kernel, adaptation, potential, state, info)
+            kernel = _adapted(kernel, adaptation, now, state, info)
         draw, rest = divmod(step - burn_in, gap)
         if step > burn_in and rest == 0:
             for kept, leaf in zip(draws, flatten(state.params)[0], strict=True):
@@ -100,9 +102,10 @@ def _check_not_frozen(state: ChainState, result: Any) -> None:
     raise error
 
 
-def _check_deterministic(potential: Density, state: ChainState) -> None:
+def _check_deterministic(potential: Density | DataDensity, state: ChainState) -> None:
     """A log density that gives another value when asked again is no density."""
-    assert state.here is not None
+    if state.here is None:  # other data at each step
+        return
     again = potential.evaluate(flatten(state.params)[0], with_grad=False).losses
     if not torch.allclose(again, state.here.losses, rtol=1e-4, atol=1e-6):
         raise StochasticClosure(
@@ -112,7 +115,7 @@ def _check_deterministic(potential: Density, state: ChainState) -> None:
 
 
 def warm_up(
-    log_density: Callable[[Any], Tensor],
+    log_density: Callable[[Any], Tensor] | DataDensity,
     initial: Any,
     kernel: Kernel,
     *,
@@ -142,8 +145,9 @@ def warm_up(
     kernel, potential, state, generator, _ = _begin(log_density, initial, kernel, seed)
     adaptation = _adaptation(kernel, tune, flatten(state.params)[0])
     for _ in track(range(tune.num_steps or tune.max_steps), "adapting", show=progress):
-        state, info = kernel.step(state, potential, generator)
-        kernel = _adapted(kernel, adaptation, potential, state, info)
+        now = potential.next_batch(flatten(state.params)[0], generator)
+        state, info = kernel.step(state, now, generator)
+        kernel = _adapted(kernel, adaptation, now, state, info)
         if adaptation.is_done:
             break
     _check_not_frozen(state, (kernel, state.params))
@@ -152,8 +156,8 @@ def warm_up(
 
 
 def _begin(
-    log_density: Callable[[Any], Tensor], initial: Any, kernel: Kernel, seed: int | Randomness
-) -> tuple[Kernel, Density, ChainState, Randomness, Any]:
+    log_density: Callable[[Any], Tensor] | DataDensity, initial: Any, kernel: Kernel, seed: int | Randomness
+) -> tuple[Kernel, Density | DataDensity, ChainState, Randomness, Any]:
     leaves, structure = flatten(initial)
     if not leaves:
         raise ValueError("`initial` holds no tensor.")
@@ -161,16 +165,17 @@ def _begin(
     if not isinstance(generator, Randomness):
         generator = torch.Generator(leaves[0].device).manual_seed(int(generator))
     kernel = placed(kernel, leaves[0].device)
-    potential = Density(log_density, like=initial)
+    potential = log_density if isinstance(log_density, DataDensity) else Density(log_density, like=initial)
     state = kernel.init(unflatten(tuple(x.detach().clone() for x in leaves), structure), potential)
     _check_deterministic(potential, state)
     return kernel, potential, state, generator, structure
 
 
-def _adapted(kernel: Any, adaptation: Adaptation, potential: Density, state: ChainState, info: Info) -> Any:
+def _adapted(kernel: Any, adaptation: Adaptation, potential: Density | DataDensity, state: ChainState, info: Info) -> Any:
     leaves, structure = flatten(state.params)
-    assert state.here is not None
-    change = adaptation.observe(info.acceptance_rate, info.potential, info.step_to_noise, state.here.grad, potential.scale)
+    known = None if potential.known is None else potential.known[1]
+    grad = known if state.here is None else state.here.grad
+    change = adaptation.observe(info.acceptance_rate, info.potential, info.step_to_noise, grad, potential.scale)
     if change.preconditioner is not None:
         diagonal = tuple(a.to(x.dtype) for a, x in zip(change.preconditioner, leaves, strict=True))
         change = change._replace(preconditioner=diagonal)

@@ -34,6 +34,8 @@ class ClosurePotential:
         name: what the parameter of this index is called in messages.
     """
 
+    can_narrow = False
+
     def __init__(
         self,
         closures: Sequence[Closure],
@@ -157,7 +159,8 @@ class ClosurePotential:
         assert self._examples is not None
         self.place(params)
         with torch.no_grad():
-            return self._layers.example_losses(self._examples.losses, indices)[None]
+            own = indices[0] if isinstance(indices, Tensor) and indices.dim() > 1 else indices  # there is one chain
+            return self._layers.example_losses(self._examples.losses, own)[None]
 
     def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
         assert self._examples is not None

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from adammcmc.acceptance import beta_eff
 from adammcmc.kernel import Info
 from adammcmc.leaves import Setting
 
@@ -45,17 +46,6 @@ _SERIES = (
     "noise_known",
     "finite",
 )
-
-
-def beta_eff(noise: Tensor) -> Tensor:
-    """By what factor noise s in the log ratio lowers the inverse temperature, for small moves.
-
-    Example:
-        >>> beta_eff(torch.tensor([0.0, 1.0, 10.0], dtype=torch.float64)).round(decimals=2)
-        tensor([1.0000, 0.6900, 0.1500], dtype=torch.float64)
-    """
-    w: Tensor = 0.5 * torch.special.erfcx(noise / math.sqrt(2))
-    return 2 * w / (0.5 + w)
 
 
 def read_health(state: dict[str, Any], sums: dict[str, Any] | None) -> Health:

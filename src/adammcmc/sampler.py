@@ -301,8 +301,8 @@ class Sampler(torch.optim.Optimizer, ABC):
 
     def _why_not_captured(self) -> str | None:
         """What speaks against capturing this sampler's steps."""
-        if getattr(self.acceptance, "early_rejection", False):
-            return "early rejection looks at sums on the way"
+        if getattr(self.acceptance, "looks_on_the_way", False):
+            return f"the test looks at sums on the way ({self.acceptance})"
         if self._layers.draws_on_host:
             return "the loss draws random numbers on the host"
         return None

@@ -607,8 +607,8 @@ class StackedSampler:
         self.check()
 
     def _why_not_captured(self) -> str | None:
-        if getattr(self.acceptance, "early_rejection", False):
-            return "early rejection looks at sums on the way"
+        if getattr(self.acceptance, "looks_on_the_way", False):
+            return f"the test looks at sums on the way ({self.acceptance})"
         if self.layers.draws_on_host:
             return "the loss draws random numbers on the host"
         if not isinstance(self.generator, Streams):

@@ -76,7 +76,7 @@ class Potential(Protocol):
         ...
 
     def example_losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
-        """Losses of chosen examples, (chains, len(indices)), without gradient."""
+        """Losses of chosen examples, (chains, examples), without gradient; `indices` may be a row for each chain."""
         ...
 
     def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
@@ -85,6 +85,9 @@ class Potential(Protocol):
         `weights`: (chains, num_examples). Only examples with a weight that is not zero in some chain are looked at.
         """
         ...
+
+    can_narrow: bool
+    """Whether `example_losses` may be asked of the parameters of some chains only."""
 
     @property
     def num_examples(self) -> int | None:
@@ -117,6 +120,8 @@ class Density:
     fixed = True
     is_bounded = False  # of the prior: a density tells by itself
     num_examples = None
+    can_narrow = False
+    known = None
 
     def __init__(self, log_density: Callable[[Any], Tensor], like: Any = None) -> None:
         """`like`: parameters whose structure `log_density` takes, if they are not one tensor."""
@@ -144,6 +149,10 @@ class Density:
                     else torch.autograd.grad(-value.sum(), leaves, materialize_grads=True)
                 )
         return Evaluation(-value.detach(), self.log_prior(params), grad)
+
+    def next_batch(self, params: Leaves, generator: Any) -> Density:
+        """The potential of one step: always itself."""
+        return self
 
     def log_prior(self, params: Leaves) -> Tensor:
         return torch.zeros(params[0].shape[0], dtype=torch.float64, device=params[0].device)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from adammcmc.leaves import Leaves
+from adammcmc.errors import PerExampleLossRequired
+from adammcmc.leaves import Leaves, is_finite
 from adammcmc.randomness import Randomness
 from adammcmc.target import Evaluation, Potential
 
@@ -82,12 +83,53 @@ class Comparison:
             return False
         return bool((self.log_prior_difference() == -torch.inf).all())
 
+    @property
+    def num_examples(self) -> int:
+        """n; an error where the losses of single examples cannot be asked for."""
+        if (n := self.potential.num_examples) is None:
+            raise PerExampleLossRequired(
+                "the acceptance test chooses examples of the data and needs their losses. Pass "
+                "`examples=TensorExamples(loss, inputs, targets)` to the sampler, with a loss that returns one number for each "
+                "example, or sample a `DataDensity`."
+            )
+        return n
+
+    def inverse_temperature(self) -> Tensor:
+        """lambda of each chain, (chains,), float64."""
+        lam = torch.as_tensor(self.potential.inverse_temperature, dtype=torch.float64, device=self.device)
+        return lam.expand(self.num_chains)
+
+    def known(self) -> Tensor:
+        """What is known of Y without the data: log_q_ratio + log prior(tau) - log prior(theta), (chains,), float64."""
+        return self.log_q_ratio() + self.log_prior_difference()
+
+    def differences(self, indices: slice | Tensor, chains: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """D_i = l_i(tau) - l_i(theta), (chains, examples), float64, and whether all l_i(theta) were finite, (chains,).
+
+        Args:
+            indices: the examples, the same for all chains, or a row for each, (chains, examples).
+            chains: numbers of the chains that are asked; None is all of them.
+        """
+        if chains is None or len(chains) == self.num_chains:
+            current, proposed = self.current_losses(indices), self.proposed_losses(indices)
+        elif self.potential.can_narrow:
+            current, proposed = (
+                self.potential.example_losses(tuple(x[chains] for x in leaves), indices).double()
+                for leaves in (self.params, self.proposed)
+            )
+        else:  # chains that are not asked get the examples of another
+            rows = indices
+            if isinstance(indices, Tensor) and indices.dim() > 1:
+                rows = indices[:1].repeat(self.num_chains, 1).index_copy_(0, chains, indices)
+            current, proposed = self.current_losses(rows)[chains], self.proposed_losses(rows)[chains]
+        return proposed - current, is_finite(current.sum(1))
+
     def current_losses(self, indices: slice | Tensor) -> Tensor:
-        """l_i(theta) for chosen examples of the data set, (chains, len(indices)), float64."""
+        """l_i(theta) for chosen examples of the data set, (chains, examples), float64."""
         return self.potential.example_losses(self.params, indices).double()
 
     def proposed_losses(self, indices: slice | Tensor) -> Tensor:
-        """l_i(tau) for chosen examples of the data set, (chains, len(indices)), float64."""
+        """l_i(tau) for chosen examples of the data set, (chains, examples), float64."""
         return self.potential.example_losses(self.proposed, indices).double()
 
 
@@ -124,4 +166,18 @@ class Test(Protocol):
     @property
     def needs_noise(self) -> bool:
         """Whether the test asks for `log_q_ratio`, so that sigma = 0 is impossible."""
+        ...
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the test is log uniform < Y with the Y that it reports.
+
+        Only then is the acceptance of an exact chain 2 P(Y > 0), does noise of Y heat by `beta_eff`, and can the uniform number
+        be one that a kernel carries from step to step.
+        """
+        ...
+
+    @property
+    def looks_on_the_way(self) -> bool:
+        """Whether the test reads numbers from the device before it decides, so that no CUDA graph can hold it."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,35 +10,59 @@ import torch
 from torch import Tensor
 
 from adammcmc.acceptance.comparison import Comparison, Verdict
+from adammcmc.acceptance.subsample import check_batch_size, estimate
 from adammcmc.errors import PerExampleLossRequired
 from adammcmc.leaves import is_finite
 from adammcmc.randomness import Randomness, uniform
 
-__all__ = ["AlwaysAccept", "FullData", "Minibatch"]
+__all__ = ["AlwaysAccept", "FullData", "Minibatch", "beta_eff", "decisive", "metropolis"]
 
 
 @dataclass(frozen=True)
 class Minibatch:
     """Metropolis on this step's batch, the same batch on both sides: log uniform < Y (paper: eq. (3), section 4).
 
-    Exact when the batch is the whole data set (`fixed_data=True`) or the target is a density. Otherwise approximate: the
-    noise of the estimated ratio makes the sampled distribution too hot. Data: one more forward of this batch.
+    Exact when the batch is the whole data set (`fixed_data=True`) or the target is a density. Otherwise approximate: noise of
+    standard deviation s in the estimated ratio makes the sampled distribution too hot, for small moves by the factor
+
+        beta_eff(s) = 2 w / (1/2 + w),    w = e^(s^2/2) Phi(-s),
+
+    in the inverse temperature (1 is right). s is measured at each step, where the losses of the examples are known
+    (`Info.log_ratio_noise`). Data: one more forward of this batch.
+
+    Args:
+        batch_size: None decides on the batch that the step's gradient was taken on. A number draws so many examples for the
+            decision alone, without replacement, which needs `examples`: the move then does not depend on them.
     """
 
+    batch_size: int | None = None
     needs_noise: ClassVar[bool] = True
+    is_plain: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None:
+            check_batch_size(self.batch_size)
+
+    @property
+    def looks_on_the_way(self) -> bool:
+        return self.batch_size is not None
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
-        log_uniform = _log_uniform(comparison, generator)
+        log_uniform = decisive(comparison, generator)
+        if self.batch_size is not None:
+            found = estimate(comparison, generator, self.batch_size)
+            verdict = metropolis(comparison, found.log_ratio, log_uniform, found.num_examples)
+            return verdict._replace(is_current_finite=found.is_current_finite, log_ratio_noise=found.noise), None
         size = comparison.batch_size
         num_examples = float("nan") if size is None else size
-        verdict = _metropolis(comparison, comparison.batch_log_ratio(), log_uniform, num_examples)
+        verdict = metropolis(comparison, comparison.batch_log_ratio(), log_uniform, num_examples)
         return verdict._replace(log_ratio_noise=comparison.batch_noise()), None
 
     def approximation(self, *, fixed_data: bool) -> str | None:
         return None if fixed_data else "the ratio is estimated on a minibatch, which heats the target"
 
     def __str__(self) -> str:
-        return "Metropolis on the batch"
+        return "Metropolis on " + ("the batch" if self.batch_size is None else f"{self.batch_size} examples")
 
 
 @dataclass(frozen=True)
@@ -57,13 +82,18 @@ class FullData:
     chunk_size: int = 4096
     early_rejection: bool = False
     needs_noise: ClassVar[bool] = True
+    is_plain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.chunk_size >= 1:
             raise ValueError(f"`chunk_size` must be at least 1, got {self.chunk_size}.")
 
+    @property
+    def looks_on_the_way(self) -> bool:
+        return self.early_rejection
+
     def __call__(self, comparison: Comparison, carry: Tensor | None, generator: Randomness) -> tuple[Verdict, Tensor | None]:
-        log_uniform = _log_uniform(comparison, generator)
+        log_uniform = decisive(comparison, generator)
         potential = comparison.potential
         if (n := potential.num_examples) is None:
             if not potential.fixed:
@@ -72,7 +102,7 @@ class FullData:
                     "to the sampler, with a loss that returns one number for each example."
                 )
             # the batch is all data
-            verdict = _metropolis(comparison, comparison.batch_log_ratio(), log_uniform, float("nan"))
+            verdict = metropolis(comparison, comparison.batch_log_ratio(), log_uniform, float("nan"))
             return verdict._replace(log_ratio_noise=comparison.batch_noise()), None
 
         chunks = [slice(i, min(i + self.chunk_size, n)) for i in range(0, n, self.chunk_size)]
@@ -85,7 +115,7 @@ class FullData:
             return verdict._replace(potential=level), kept
         proposed = torch.cat([comparison.proposed_losses(c) for c in chunks], 1)
         log_ratio = fixed_part - potential.inverse_temperature * (proposed - current).sum(1)
-        verdict = _metropolis(comparison, log_ratio, log_uniform, n)
+        verdict = metropolis(comparison, log_ratio, log_uniform, n)
         verdict = verdict._replace(is_current_finite=is_finite(level), log_ratio_noise=torch.zeros_like(level), potential=level)
         return verdict, torch.where(verdict.is_accepted[:, None], proposed, current)
 
@@ -109,7 +139,7 @@ class FullData:
         if seen == current.shape[1]:
             proposed = torch.cat(parts, 1)
             log_ratio = fixed_part - lam * (proposed - current).sum(1)
-            verdict = _metropolis(comparison, log_ratio, log_uniform, seen)
+            verdict = metropolis(comparison, log_ratio, log_uniform, seen)
             # whether Y becomes known depends on the uniform, so that the mean of min(1, e^Y) over known ones would be biased
             decision = verdict.is_accepted.double()
             verdict = verdict._replace(acceptance_rate=decision, is_current_finite=is_finite(current.sum(1)))
@@ -135,6 +165,8 @@ class AlwaysAccept:
     """
 
     needs_noise: ClassVar[bool] = False
+    is_plain: ClassVar[bool] = True
+    looks_on_the_way: ClassVar[bool] = False
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         inside = is_finite(comparison.log_prior_difference()) & comparison.may_move
@@ -154,15 +186,27 @@ def _not_negative(losses: Tensor) -> Tensor:
     return losses
 
 
-def _log_uniform(comparison: Comparison, generator: Randomness) -> Tensor:
+def decisive(comparison: Comparison, generator: Randomness) -> Tensor:
+    """log of the uniform number that decides, (chains,), float64: the kernel's, or a new one."""
     if comparison.log_uniform is not None:
         return comparison.log_uniform
     return uniform((comparison.num_chains,), torch.float64, comparison.device, generator).log()
 
 
-def _metropolis(comparison: Comparison, log_ratio: Tensor, log_uniform: Tensor, num_examples: float) -> Verdict:
+def metropolis(comparison: Comparison, log_ratio: Tensor, log_uniform: Tensor, num_examples: float | Tensor) -> Verdict:
     """Accept iff log uniform < Y and Y is a number: a NaN compares false, and +inf is a loss of -inf, no place to go."""
     is_accepted = (log_uniform < log_ratio) & (log_ratio < torch.inf) & comparison.may_move
     acceptance_rate = log_ratio.clamp(max=0).exp().nan_to_num(nan=0.0)
-    num = torch.full_like(log_ratio, num_examples)
+    num = num_examples if isinstance(num_examples, Tensor) else torch.full_like(log_ratio, num_examples)
     return Verdict(is_accepted, acceptance_rate, log_ratio, is_finite(log_ratio), num)
+
+
+def beta_eff(noise: Tensor) -> Tensor:
+    """By what factor noise s in the log ratio of a plain test lowers the inverse temperature, for small moves.
+
+    Example:
+        >>> beta_eff(torch.tensor([0.0, 1.0, 10.0], dtype=torch.float64)).round(decimals=2)
+        tensor([1.0000, 0.6900, 0.1500], dtype=torch.float64)
+    """
+    w: Tensor = 0.5 * torch.special.erfcx(noise / math.sqrt(2))
+    return 2 * w / (0.5 + w)

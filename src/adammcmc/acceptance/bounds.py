@@ -1,0 +1,120 @@
+r"""How much the loss of one example can change: what `Tuna` and `Confidence` need to know for certain.
+
+    |D_i(theta, tau)| <= c_i M(theta, tau),    M symmetric,    D_i = l_i(tau) - l_i(theta)
+
+(without lambda; under a control variate D_i is what it leaves).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from adammcmc.leaves import Leaves, flatten, inner
+
+__all__ = ["Bound", "ClampedLoss", "DerivativeBound", "last_layer_bound", "logistic_bound"]
+
+
+class Bound(Protocol):
+    """|D_i| <= c_i M."""
+
+    def weights(self, num_examples: int, device: torch.device) -> Tensor:
+        """c_i, (n,), float64, positive or zero."""
+        ...
+
+    def distance(self, params: Leaves, proposed: Leaves) -> Tensor:
+        """M, (chains,), float64; the same with the two points exchanged."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class DerivativeBound:
+    r"""From a bound on a derivative. Exact if the bound is true.
+
+        |d^(k+1) l_i| <= c_i   =>   |D_i| <= c_i |tau - theta| r^k / k!,    r = max(|theta - reference|, |tau - reference|)
+
+    where D_i has the Taylor polynomial of order k at the reference taken off (k = 0: nothing, and c_i is a Lipschitz constant).
+    The gradient of what is left is a remainder of order k: at most c_i |x - reference|^k / k! at a point x, and no point
+    between theta and tau is farther from the reference than the farther of the two.
+
+    Args:
+        constants: c_i, (n,): bounds of the derivative of order `order` + 1 (its operator norm) for each example.
+        order: k, that of the control variate; 0 without one.
+        reference: of the control variate, in the structure of the parameters, without a chain axis.
+    """
+
+    constants: Tensor
+    order: int = 0
+    reference: Any = None
+
+    def __post_init__(self) -> None:
+        c = self.constants
+        if c.dim() != 1 or not bool((c.isfinite() & (c >= 0)).all()) or not bool((c > 0).any()):
+            raise ValueError("the constants of a bound must be positive and finite, one for each example, shape (n,).")
+        if self.order not in (0, 1, 2) or (self.order > 0) != (self.reference is not None):
+            raise ValueError(f"`order` must be 0, or 1 or 2 with the `reference` of the control variate, got {self.order!r}.")
+
+    def weights(self, num_examples: int, device: torch.device) -> Tensor:
+        if len(self.constants) != num_examples:
+            raise ValueError(f"the bound has {len(self.constants)} constants for {num_examples} examples.")
+        return self.constants.to(device, torch.float64)
+
+    def distance(self, params: Leaves, proposed: Leaves) -> Tensor:
+        step = _distance(params, proposed)
+        if self.order == 0:
+            return step
+        at = tuple(x[None] for x in flatten(self.reference)[0])
+        far = torch.maximum(_distance(params, at), _distance(proposed, at))
+        return step * far**self.order / math.factorial(self.order)
+
+
+@dataclass(frozen=True)
+class ClampedLoss:
+    """|D_i| <= maximum, for losses in [0, maximum]: true if the MODEL clamps its loss, not the test."""
+
+    maximum: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.maximum < math.inf:
+            raise ValueError(f"`maximum` must be positive and finite, got {self.maximum}.")
+
+    def weights(self, num_examples: int, device: torch.device) -> Tensor:
+        return torch.full((num_examples,), float(self.maximum), dtype=torch.float64, device=device)
+
+    def distance(self, params: Leaves, proposed: Leaves) -> Tensor:
+        return torch.ones(params[0].shape[0], dtype=torch.float64, device=params[0].device)
+
+
+def logistic_bound(inputs: Tensor, order: int = 0, reference: Any = None) -> DerivativeBound:
+    r"""For l_i = log(1 + e^(-y_i x_i . theta)), y_i = -1 or 1: derivatives of order 1, 2, 3 are at most |x_i|, |x_i|^2 / 4,
+    |x_i|^3 / (6 sqrt 3).
+
+    Args:
+        inputs: x, (n, P).
+        order: of the control variate; 0 without one.
+        reference: of the control variate.
+    """
+    largest = (1.0, 0.25, 1 / (6 * math.sqrt(3)))[order]
+    return DerivativeBound(largest * inputs.double().norm(dim=1) ** (order + 1), order, reference)
+
+
+def last_layer_bound(features: Tensor, *, bias: bool = True) -> DerivativeBound:
+    r"""For cross entropy of a linear last layer, the only one that is sampled: |D_i| <= sqrt(2) |(h_i, 1)| |(dW, db)|.
+
+    The gradient of cross entropy by the logits, p - e_y, is no longer than sqrt(2), and the logits move by dW h_i + db.
+
+    Args:
+        features: h, (n, width): what the layer gets, fixed.
+        bias: whether the layer has one.
+    """
+    squares = features.double().square().sum(1) + (1.0 if bias else 0.0)
+    return DerivativeBound(squares.mul(2).sqrt())
+
+
+def _distance(a: Leaves, b: Leaves) -> Tensor:
+    differences = [(x - y).double() for x, y in zip(a, b, strict=True)]
+    return torch.stack([inner(d, d) for d in differences]).sum(0).sqrt()

@@ -1,0 +1,155 @@
+r"""Examples in a random order, and what they say of the log ratio.
+
+    Y = c - lambda sum_i D_i   is the mean over all i of   x_i = c - lambda n D_i,    D_i = l_i(tau) - l_i(theta),
+
+c = log_q_ratio + log prior(tau) - log prior(theta). From b of n examples without replacement
+
+    Yhat = mean(x),    s^2 = var(x) / b * (1 - b / n),
+
+unbiased both, with 1 / (b - 1) in the variance. Each chain has an order of its own, from one key that it draws: what it sees
+does not depend on how far other chains look.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from adammcmc.acceptance.comparison import Comparison
+from adammcmc.keyed import keys, order
+from adammcmc.leaves import is_finite
+from adammcmc.randomness import Randomness
+
+__all__ = ["Estimate", "Sample", "check_batch_size", "check_growth", "estimate", "full_data"]
+
+_CHUNK = 4096
+_ALMOST_ALL = 0.9  # a look at more than this share of the data looks at all of them
+
+
+class Sample(NamedTuple):
+    """What the examples that were looked at so far say, of each chain that still looks."""
+
+    chains: Tensor
+    """Their numbers, (k,)."""
+    x: Tensor
+    """x_i of the examples, (k, b), float64."""
+    num_data: int
+    """n"""
+    look: int
+    """The first is 1."""
+
+    @property
+    def size(self) -> int:
+        """b"""
+        return self.x.shape[1]
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """Yhat, (k,)."""
+        return self.x.mean(1)
+
+    @property
+    def noise(self) -> Tensor:
+        """s, (k,); 0 if these are all data."""
+        if self.size == self.num_data:
+            return torch.zeros_like(self.log_ratio)
+        return self.x.std(1) * math.sqrt((1 - self.size / self.num_data) / self.size)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is known of Y at the end; each field has shape (chains,)."""
+
+    log_ratio: Tensor
+    """Yhat; -inf outside of the prior's support, NaN where nothing was looked at."""
+    noise: Tensor
+    """s; 0 where all data were looked at."""
+    num_examples: Tensor
+    """b, float64."""
+    is_current_finite: Tensor | None
+    """Whether all losses that were looked at were finite at the current point; None if these are the step's own."""
+
+
+def estimate(
+    comparison: Comparison,
+    generator: Randomness,
+    batch_size: int,
+    growth: float = 1.0,
+    is_enough: Callable[[Sample], Tensor] | None = None,
+) -> Estimate:
+    """Look at more and more examples, chain by chain, until they are enough or all.
+
+    Args:
+        comparison: of the move.
+        generator: gives each chain one key, whatever it looks at.
+        batch_size: examples of the first look.
+        growth: each look has this many times the examples of the last, and at least `batch_size` more.
+        is_enough: says for each chain of a sample whether to stop; None stops at the first look.
+    """
+    order_of = keys(comparison.num_chains, comparison.device, generator)
+    if comparison.potential.fixed:  # this step's batch is all data
+        log_ratio = comparison.batch_log_ratio()
+        zero, n = torch.zeros_like(log_ratio), comparison.batch_size or math.nan
+        return Estimate(log_ratio, zero, torch.full_like(zero, n), None)
+    n = comparison.num_examples
+    if batch_size > n:
+        raise ValueError(f"`batch_size` must not exceed the number of examples, {n}, got {batch_size}.")
+    known, scale = comparison.known(), comparison.inverse_temperature() * n
+    is_healthy = torch.ones_like(known, dtype=torch.bool)
+    result = Estimate(known.clone(), torch.zeros_like(known), torch.zeros_like(known), is_healthy)
+    result.log_ratio[is_finite(known)] = torch.nan
+    chains = (is_finite(known) & comparison.may_move).nonzero().flatten()
+    x, ordered = known.new_empty(len(chains), 0), order_of.new_empty(len(chains), 0)
+    for look, size in enumerate(_sizes(batch_size, growth, n), 1):
+        if len(chains) == 0:
+            break
+        if size == n:
+            difference, is_current_finite = full_data(comparison, chains)
+            x = known[chains, None] - scale[chains, None] * difference
+        else:
+            if ordered.shape[1] < size:  # for some looks ahead, so that sorting does not grow with their number
+                ordered = order(order_of[chains], n, max(size, min(2 * size, int(_ALMOST_ALL * n)) if look > 1 else 0))
+            difference, is_current_finite = comparison.differences(ordered[:, x.shape[1] : size], chains)
+            x = torch.cat([x, known[chains, None] - scale[chains, None] * difference], 1)
+        sample = Sample(chains, x, n, look)
+        log_ratio = sample.log_ratio
+        result.log_ratio[chains], result.noise[chains], result.num_examples[chains] = log_ratio, sample.noise, float(size)
+        is_healthy[chains] &= is_current_finite
+        if is_enough is None or size == n:
+            break
+        goes_on = ~is_enough(sample) & is_finite(log_ratio)  # a loss that is not finite will not become so
+        chains, x, ordered = chains[goes_on], x[goes_on], ordered[goes_on]
+    return result
+
+
+def check_batch_size(size: int, smallest: int = 2) -> None:
+    """A standard deviation needs two examples, an approximation by a normal distribution more."""
+    if type(size) is not int or size < smallest:
+        raise ValueError(f"`batch_size` must be a whole number, at least {smallest}, got {size!r}.")
+
+
+def check_growth(growth: float) -> None:
+    """The batch must not shrink."""
+    if not 1 <= growth < math.inf:
+        raise ValueError(f"`growth` must be at least 1, got {growth}.")
+
+
+def full_data(comparison: Comparison, chains: Tensor) -> tuple[Tensor, Tensor]:
+    """D_i of all examples in their own order, (chains, n), and whether all l_i(theta) are finite, in chunks."""
+    n = comparison.num_examples
+    parts = [comparison.differences(slice(i, min(i + _CHUNK, n)), chains) for i in range(0, n, _CHUNK)]
+    return torch.cat([part[0] for part in parts], 1), functools.reduce(torch.logical_and, [part[1] for part in parts])
+
+
+def _sizes(first: int, growth: float, n: int) -> Iterator[int]:
+    size = first
+    while size <= _ALMOST_ALL * n:
+        yield size
+        size += max(first, math.ceil((growth - 1) * size))
+    yield n

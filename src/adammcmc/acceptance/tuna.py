@@ -1,0 +1,110 @@
+"""Metropolis on a Poisson minibatch, exact under a bound."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from adammcmc.acceptance.bounds import Bound
+from adammcmc.acceptance.comparison import Comparison, Verdict
+from adammcmc.acceptance.metropolis import decisive, metropolis
+from adammcmc.acceptance.subsample import full_data
+from adammcmc.keyed import keys, numbers, poisson
+from adammcmc.leaves import is_finite
+from adammcmc.randomness import Randomness
+
+__all__ = ["Tuna"]
+
+_ROUNDING = 1e-6  # of the losses
+
+
+@dataclass(frozen=True)
+class Tuna:
+    r"""Metropolis on a Poisson minibatch (Zhang, Cooper and De Sa 2020, TunaMH). Exact, if the bound is true.
+
+        L = lambda M sum_i c_i,    B ~ Poisson(L + chi L^2),    B examples i with probability c_i / sum c,
+        keep each with probability (chi L + (1 + r_i) / 2) / (chi L + 1),    r_i = D_i / (c_i M) in [-1, 1],
+        accept with  min(1, exp(c + 2 sum_kept artanh(-r_i / (1 + 2 chi L))))
+
+    The kept examples are an auxiliary variable whose rates at theta and tau differ by the sign of D_i; the sums of the rates
+    give exp(-lambda sum D_i). Where L + chi L^2 exceeds n (the same from both sides) the full data decide. Where an example
+    breaks the bound, |r_i| > 1, the full data decide as well: noticed, warned of once, and counted in the test's memory, but no
+    longer exact. Data: L + chi L^2 on average, and a random acceptance that is lower than that of the full data.
+
+    Args:
+        bound: on the losses, from `acceptance.bounds`. For the last layer of a network the library knows one.
+        chi: more examples (chi L^2 of them) for a higher acceptance; the noise of the log ratio has a variance of at most
+            about 1 / chi.
+    """
+
+    bound: Bound
+    chi: float = 0.1
+    needs_noise: ClassVar[bool] = True
+    is_plain: ClassVar[bool] = False
+    looks_on_the_way: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.chi < float("inf"):
+            raise ValueError(f"`chi` must not be negative, and must be finite, got {self.chi}.")
+        if not hasattr(self.bound, "weights"):
+            raise TypeError(
+                f"`bound` must be one of acceptance.bounds, such as last_layer_bound(features), got {self.bound!r}."
+            )
+
+    def __call__(self, comparison: Comparison, carry: Tensor | None, generator: Randomness) -> tuple[Verdict, Tensor]:
+        log_uniform, key = decisive(comparison, generator), keys(comparison.num_chains, comparison.device, generator)
+        violations = torch.zeros_like(key) if carry is None else carry
+        if comparison.potential.fixed:  # this step's batch is all data
+            y = comparison.batch_log_ratio()
+            return metropolis(comparison, y, log_uniform, comparison.batch_size or float("nan")), violations
+        n, known, lam = comparison.num_examples, comparison.known(), comparison.inverse_temperature()
+        c, m = self.bound.weights(n, comparison.device), self.bound.distance(comparison.params, comparison.proposed)
+        rate = lam * m * c.sum()
+        is_cheap = rate + self.chi * rate.square() <= n
+        y, num, is_current_finite = known.clone(), torch.zeros_like(known), torch.ones_like(is_cheap)
+        is_asked = is_finite(known) & comparison.may_move
+        is_broken = torch.zeros_like(is_cheap)
+        if len(chains := (is_asked & is_cheap).nonzero().flatten()) > 0:
+            said, num[chains], is_broken[chains], is_current_finite[chains] = self._poisson(
+                comparison, chains, key[chains], c, m[chains], rate[chains]
+            )
+            y[chains] += said
+        if len(chains := (is_asked & (is_broken | ~is_cheap)).nonzero().flatten()) > 0:
+            difference, is_current_finite[chains] = full_data(comparison, chains)
+            y[chains], num[chains] = known[chains] - lam[chains] * difference.sum(1), num[chains] + n
+        if bool(is_broken.any()) and not bool(violations.any()):
+            warnings.warn(
+                "a loss changed by more than the bound of Tuna allows: the full data decided that step, and the chain is no "
+                "longer exact. Give a bound that holds.",
+                stacklevel=2,
+            )
+        verdict = metropolis(comparison, y, log_uniform, num)
+        return verdict._replace(is_current_finite=is_current_finite), violations + is_broken
+
+    def _poisson(
+        self, comparison: Comparison, chains: Tensor, key: Tensor, c: Tensor, m: Tensor, rate: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the kept examples say, how many were looked at, whether one broke the bound, and is_current_finite."""
+        extra = self.chi * rate[:, None]
+        sizes = poisson(rate + self.chi * rate.square(), numbers(key, 1, stream=1)[:, 0])
+        most = max(1, int(sizes.max()))
+        steps = c.cumsum(0)
+        chosen = torch.searchsorted(steps, numbers(key, most, stream=2) * steps[-1], right=True).clamp_max(len(c) - 1)
+        is_seen = torch.arange(most, device=key.device) < sizes[:, None]
+        difference, is_current_finite = comparison.differences(chosen, chains)
+        ratio = torch.where(is_seen, difference / (c[chosen] * m[:, None]), 0.0)
+        is_broken = (ratio.abs() > 1 + _ROUNDING).any(1)
+        is_kept = is_seen & (numbers(key, most, stream=3) < (extra + (1 + ratio) / 2) / (extra + 1))
+        said = 2 * torch.atanh(-ratio.clamp(-1, 1) / (1 + 2 * extra))
+        said = torch.where(is_kept | ratio.isnan(), said, 0.0).sum(1)  # a NaN is an answer, too
+        return said, sizes.double(), is_broken, is_current_finite
+
+    def approximation(self, *, fixed_data: bool) -> str | None:
+        return None
+
+    def __str__(self) -> str:
+        return f"Metropolis on a Poisson minibatch (exact under its bound), chi = {self.chi:g}"
