@@ -33,6 +33,7 @@ from torch import Tensor
 from adammcmc import (
     Barker,
     Confidence,
+    ControlVariate,
     DataDensity,
     FullData,
     Minibatch,
@@ -72,8 +73,9 @@ class Problem(NamedTuple):
     num_steps: int
 
     def target(self, order: int = 0) -> DataDensity:
+        control = None if order == 0 else ControlVariate(self.reference, order)
         # the random walk needs no gradient: a batch of one example, which is not counted
-        return DataDensity(self.losses, *self.data, prior=self.prior, batch_size=1)
+        return DataDensity(self.losses, *self.data, prior=self.prior, batch_size=1, control_variate=control)
 
     def draws(self, count: int, generator: torch.Generator) -> Tensor:
         """Points to start from: of a normal distribution with the mean and sd of the truth."""

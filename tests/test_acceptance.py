@@ -20,7 +20,8 @@ class Synthetic:
     """n losses of a quadratic model, l_i(theta) = (theta - x_i)^2 / 2, for one chain."""
 
     scale = inverse_temperature = 1.0
-    fixed = is_bounded = False
+    fixed = is_bounded = can_narrow = False
+    control = None
 
     def __init__(self, data: Tensor, lam: float = 1.0) -> None:
         self.data, self.inverse_temperature, self.scale = data, lam, lam * len(data)

@@ -18,6 +18,7 @@ ORDER = [
     ["errors", "encoding", "moments", "philox"],
     ["randomness"],
     ["leaves", "keyed"],
+    ["control"],
     ["target", "direction", "proposal"],
     ["data", "data_density"],
     ["likelihood"],

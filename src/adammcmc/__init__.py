@@ -5,6 +5,7 @@ from adammcmc.acceptance import AlwaysAccept, Barker, Confidence, FullData, Mini
 from adammcmc.advice import Calibration, Suggestion, calibrate_sigma, suggest
 from adammcmc.callbacks import Callback, Event, TensorBoard
 from adammcmc.chain import sample_density, warm_up
+from adammcmc.control import ControlVariate
 from adammcmc.corrected import CorrectedMALA
 from adammcmc.data import Examples, TensorExamples
 from adammcmc.data_density import DataDensity
@@ -45,6 +46,7 @@ __all__ = [
     "ChainState",
     "ClosureReport",
     "Confidence",
+    "ControlVariate",
     "CorrectedMALA",
     "DataDensity",
     "Density",

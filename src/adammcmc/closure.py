@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from adammcmc.control import Control
 from adammcmc.data import Examples
 from adammcmc.errors import StochasticClosure
 from adammcmc.leaves import Leaves
@@ -35,6 +36,7 @@ class ClosurePotential:
     """
 
     can_narrow = False
+    control: Control | None = None
 
     def __init__(
         self,

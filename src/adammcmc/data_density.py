@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from adammcmc.control import Control, ControlVariate, Taylor
 from adammcmc.keyed import keys, order
 from adammcmc.leaves import Leaves, flatten, unflatten
 from adammcmc.randomness import Randomness
@@ -32,6 +33,8 @@ class DataDensity:
         inverse_temperature: lambda; 1 is Bayes.
         batch_size: examples of a gradient; None is all of them, and every test is then exact.
         like: parameters whose structure `loss` takes, if they are not one tensor.
+        control_variate: for tests that choose their own examples; costs one pass over the data here, and at each example that
+            a test looks at a few forwards more.
 
     Example:
         >>> import adammcmc, torch.nn.functional as F
@@ -53,6 +56,7 @@ class DataDensity:
         inverse_temperature: float = 1.0,
         batch_size: int | None = None,
         like: Any = None,
+        control_variate: ControlVariate | None = None,
     ) -> None:
         if not tensors or len({len(t) for t in tensors}) > 1 or len(tensors[0]) == 0:
             raise ValueError(f"the data must be tensors of one length, at least 1, got lengths {[len(t) for t in tensors]}.")
@@ -71,6 +75,12 @@ class DataDensity:
         self._loss, self._tensors, self._prior = loss, tensors, prior
         self._structure = flatten(torch.empty(0) if like is None else like)[1]
         self._rows: slice | Tensor = slice(None)
+        self.control: Control | None = None
+        if control_variate is not None:
+            reference, structure = flatten(control_variate.reference)
+            if structure != self._structure:
+                raise ValueError("the reference of the control variate must have the structure of the parameters (`like`).")
+            self.control = Taylor(self._one, tensors, reference, control_variate.order)
         self.known: tuple[Leaves, Leaves] | None = None
         """The first point of this step with a gradient, and the gradient of V there."""
 
@@ -124,15 +134,14 @@ class DataDensity:
         log_density = self._prior.log_density
         return vmap(lambda *leaves: log_density(leaves))(*params).double()
 
+    def _one(self, leaves: Leaves, rows: list[Tensor]) -> Tensor:
+        return self._loss(unflatten(leaves, self._structure), *rows)
+
     def _losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
         rows = [t[indices] for t in self._tensors]
         own = 0 if isinstance(indices, Tensor) and indices.dim() > 1 else None
         shape = (params[0].shape[0], *(rows[0].shape[:2] if own == 0 else rows[0].shape[:1])[-1:])
-
-        def one(leaves: Leaves, rows: list[Tensor]) -> Tensor:
-            return self._loss(unflatten(leaves, self._structure), *rows)
-
-        losses = vmap(one, in_dims=(0, own))(params, rows)
+        losses = vmap(self._one, in_dims=(0, own))(params, rows)
         if losses.shape != shape:
             raise ValueError(
                 f"`loss` must return one loss for each example, shape {shape[1:]}, got {tuple(losses.shape[1:])}. Most losses "

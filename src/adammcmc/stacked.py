@@ -269,6 +269,9 @@ class StackedPotential:
         batch: of this step, the same for all chains.
     """
 
+    can_narrow = False
+    control = None
+
     def __init__(self, stack: StackedSampler, batch: Batch) -> None:
         self.scale: Setting = stack.scale
         self.inverse_temperature: Setting = stack.inverse_temperature

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from adammcmc.control import Control
 from adammcmc.leaves import Leaves, Setting, flatten, unflatten
 
 __all__ = [
@@ -67,6 +68,13 @@ class Potential(Protocol):
         """The losses, the log prior and (if asked for) the gradient of V at `params`."""
         ...
 
+    def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
+        """With (1/n) sum_i w_i l_i, (chains,), float64, in the place of the mean loss, and with its gradient.
+
+        `weights`: (chains, num_examples). Only examples with a weight that is not zero in some chain are looked at.
+        """
+        ...
+
     def compare(self, current: Evaluation, proposed: Evaluation) -> Tensor:
         """U(proposed) - U(current), (chains,), from differences of single losses, in float64."""
         ...
@@ -79,11 +87,9 @@ class Potential(Protocol):
         """Losses of chosen examples, (chains, examples), without gradient; `indices` may be a row for each chain."""
         ...
 
-    def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
-        """With (1/n) sum_i w_i l_i, (chains,), float64, in the place of the mean loss, and with its gradient.
-
-        `weights`: (chains, num_examples). Only examples with a weight that is not zero in some chain are looked at.
-        """
+    @property
+    def control(self) -> Control | None:
+        """What is known of the change of the losses without looking; None is nothing."""
         ...
 
     can_narrow: bool
@@ -121,6 +127,7 @@ class Density:
     is_bounded = False  # of the prior: a density tells by itself
     num_examples = None
     can_narrow = False
+    control = None
     known = None
 
     def __init__(self, log_density: Callable[[Any], Tensor], like: Any = None) -> None:

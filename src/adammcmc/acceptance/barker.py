@@ -32,8 +32,8 @@ class Barker:
         batch_size: examples of the first look; each further look adds as many.
         growth: each look has at least this many times the examples of the last.
         max_noise: at most 1. Less is safer, and costs more data.
-        max_skewness: go on, too, while |skewness of the x_i| / sqrt(b), the first term by which Yhat differs from a normal
-            variable, is above this.
+        max_skewness: go on, too, while s^3 |skewness of the x_i| / sqrt(b) is above this: the skewness that Yhat gives to the
+            sum N(0, 1 - s^2) + Yhat, the first term by which it differs from a normal variable.
     """
 
     batch_size: int = 100
@@ -58,7 +58,7 @@ class Barker:
             return noise <= self.max_noise
         centred = sample.x - sample.x.mean(1, keepdim=True)
         skewness = centred.pow(3).mean(1) / centred.square().mean(1).pow(1.5)  # NaN where all are equal: no noise at all
-        return (noise <= self.max_noise) & ~(skewness.abs() > self.max_skewness * math.sqrt(sample.size))
+        return (noise <= self.max_noise) & ~(noise.pow(3) * skewness.abs() > self.max_skewness * math.sqrt(sample.size))
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         shape, device = (comparison.num_chains,), comparison.device

@@ -100,29 +100,39 @@ class Comparison:
         return lam.expand(self.num_chains)
 
     def known(self) -> Tensor:
-        """What is known of Y without the data: log_q_ratio + log prior(tau) - log prior(theta), (chains,), float64."""
-        return self.log_q_ratio() + self.log_prior_difference()
+        """c, what is known of Y without looking at the data, (chains,), float64.
+
+        log_q_ratio + log prior(tau) - log prior(theta), and where the target has a control variate T,
+        -lambda sum_i (T_i(tau) - T_i(theta)).
+        """
+        known = self.log_q_ratio() + self.log_prior_difference()
+        if (control := self.potential.control) is None:
+            return known
+        return known - self.inverse_temperature() * control.total(self.params, self.proposed)
 
     def differences(self, indices: slice | Tensor, chains: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """D_i = l_i(tau) - l_i(theta), (chains, examples), float64, and whether all l_i(theta) were finite, (chains,).
+
+        Where the target has a control variate T, D_i is what is left, l_i(tau) - l_i(theta) - (T_i(tau) - T_i(theta)), so that
+        Y = known() - lambda sum_i D_i in any case.
 
         Args:
             indices: the examples, the same for all chains, or a row for each, (chains, examples).
             chains: numbers of the chains that are asked; None is all of them.
         """
-        if chains is None or len(chains) == self.num_chains:
-            current, proposed = self.current_losses(indices), self.proposed_losses(indices)
-        elif self.potential.can_narrow:
-            current, proposed = (
-                self.potential.example_losses(tuple(x[chains] for x in leaves), indices).double()
-                for leaves in (self.params, self.proposed)
-            )
-        else:  # chains that are not asked get the examples of another
-            rows = indices
-            if isinstance(indices, Tensor) and indices.dim() > 1:
-                rows = indices[:1].repeat(self.num_chains, 1).index_copy_(0, chains, indices)
-            current, proposed = self.current_losses(rows)[chains], self.proposed_losses(rows)[chains]
-        return proposed - current, is_finite(current.sum(1))
+        params, proposed, rows, kept = self.params, self.proposed, indices, slice(None)
+        if chains is not None and len(chains) < self.num_chains:
+            if self.potential.can_narrow:
+                params, proposed = (tuple(x[chains] for x in leaves) for leaves in (params, proposed))
+            else:  # chains that are not asked get the examples of another
+                kept = chains
+                if isinstance(indices, Tensor) and indices.dim() > 1:
+                    rows = indices[:1].repeat(self.num_chains, 1).index_copy_(0, chains, indices)
+        before, after = (self.potential.example_losses(leaves, rows)[kept].double() for leaves in (params, proposed))
+        difference = after - before
+        if (control := self.potential.control) is not None:
+            difference = difference - control.differences(params, proposed, rows)[kept]
+        return difference, is_finite(before.sum(1))
 
     def current_losses(self, indices: slice | Tensor) -> Tensor:
         """l_i(theta) for chosen examples of the data set, (chains, examples), float64."""

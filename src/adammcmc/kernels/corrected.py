@@ -141,6 +141,7 @@ class _Pair:
         correction: zeta log rho.
     """
 
+    control = None
     fixed = True  # what was found for a pair stays valid for as long as the chain stays there
 
     def __init__(self, inner: Potential, mask: Tensor, factor: float, correction: float) -> None:
