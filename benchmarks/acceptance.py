@@ -149,7 +149,7 @@ def logistic(n: int = 50_000, num_features: int = 5) -> Problem:
 
     sigma = 2.38 / math.sqrt(len(w))
     return Problem(
-        "logistic", shifted_logistic, (inputs, offset), prior, mean, sd, error, torch.zeros_like(w), sigma, bound, 16, 3000
+        "logistic", shifted_logistic, (inputs, offset), prior, mean, sd, error, torch.zeros_like(w), sigma, bound, 16, 2500
     )
 
 
@@ -199,10 +199,10 @@ def _small(problem: Problem) -> list[Row]:
         *(Row(f"`Minibatch({b})`", lambda p, b=b: Minibatch(b), 0.6) for b in (n // 40, n // 10, 2 * n // 5)),
         *(Row(f"`Penalty({b})`", lambda p, b=b: Penalty(b), 0.6) for b in (n // 10, 2 * n // 5)),
         Row(f"`Barker({first})`", lambda p: Barker(first), 0.2),
-        Row(f"`Sequential(0.1, {first})`", lambda p: Sequential(0.1, first), 0.4),
-        Row(f"`Sequential(0.05, {first})`", lambda p: Sequential(0.05, first), 0.3),
-        Row(f"`Sequential(0.01, {first})`", lambda p: Sequential(0.01, first), 0.2),
-        Row(f"`Confidence(0.05, bound, {first})`", lambda p: Confidence(0.05, p.bound(0), first), 0.2),
+        Row(f"`Sequential(0.1, {first})`", lambda p: Sequential(0.1, first), 0.3),
+        Row(f"`Sequential(0.05, {first})`", lambda p: Sequential(0.05, first), 0.2),
+        Row(f"`Sequential(0.01, {first})`", lambda p: Sequential(0.01, first), 0.15),
+        Row(f"`Confidence(0.05, bound, {first})`", lambda p: Confidence(0.05, p.bound(0), first), 0.15),
         Row("`Tuna(bound, chi=0.1)`", lambda p: Tuna(p.bound(0), 0.1), 0.4),
         Row("`Tuna(bound, chi=1e-4)`", lambda p: Tuna(p.bound(0), 1e-4), 2.0),
     ]
@@ -211,7 +211,7 @@ def _small(problem: Problem) -> list[Row]:
             Row("`Minibatch(50)`", lambda p: Minibatch(50), order=k),
             Row("`Penalty(50)`", lambda p: Penalty(50), order=k),
             Row("`Barker(50)`", lambda p: Barker(50), order=k),
-            Row("`Sequential(0.01, 50)`", lambda p: Sequential(0.01, 50), 0.6, order=k),
+            Row("`Sequential(0.01, 50, 1.5)`", lambda p: Sequential(0.01, 50, 1.5), 0.5, order=k),
             Row("`Confidence(0.05, bound, 50)`", lambda p, k=k: Confidence(0.05, p.bound(k), 50), 0.4, order=k),
             Row("`Tuna(bound, chi=0.1)`", lambda p, k=k: Tuna(p.bound(k), 0.1), order=k),
         ]
@@ -240,8 +240,8 @@ def _large(problem: Problem) -> list[Row]:
             Row("`Minibatch(50)`", lambda p: Minibatch(50), 0.6, k, 64),
             Row("`Penalty(50)`", lambda p: Penalty(50), 0.6, k, 64),
             Row("`Barker(50, 1.5)`", lambda p: Barker(50, 1.5), 0.4, k),
-            Row("`Sequential(0.01, 50, 1.5)`", lambda p: Sequential(0.01, 50, 1.5), 0.4, k),
-            Row("`Tuna(bound, chi=0.1)`", lambda p, k=k: Tuna(p.bound(k), 0.1), 0.6, k, 64),
+            Row("`Sequential(0.01, 50, 1.5)`", lambda p: Sequential(0.01, 50, 1.5), 0.3, k),
+            Row("`Tuna(bound, chi=0.1)`", lambda p, k=k: Tuna(p.bound(k), 0.1), 0.3 * k, k, 32 * k - 16),
         ]
     return found
 
