@@ -17,7 +17,7 @@ from adammcmc.leaves import Leaves, flatten, unflatten
 from adammcmc.progress import track
 from adammcmc.randomness import Randomness
 from adammcmc.target import Density
-from adammcmc.tuning import Adaptation, BurnIn, changed, check_common, check_tunable
+from adammcmc.tuning import Adaptation, BurnIn, changed, check_common, check_tunable, target_rate
 
 __all__ = ["sample_density", "warm_up"]
 
@@ -189,7 +189,7 @@ def _adaptation(kernel: Any, tune: BurnIn, leaves: Leaves) -> Adaptation:
     check_common(kernel, tune)
     return Adaptation(
         tune,
-        target=kernel.target_acceptance,
+        target=target_rate(kernel.acceptance, kernel.target_acceptance),
         num_params=sum(x[0].numel() for x in leaves),
         tunes_sigma_along=hasattr(kernel, "with_sigma_along"),
         learns=hasattr(kernel, "with_preconditioner"),

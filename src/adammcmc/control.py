@@ -3,9 +3,9 @@ r"""Control variates: what a Taylor polynomial knows of the losses need not be e
     T_i(theta) = l_i + g_i . e + e' H_i e / 2,    e = theta - reference;  l_i, g_i, H_i at the reference
     T_i(tau) - T_i(theta) = g_i . d + d' H_i (tau + theta - 2 reference) / 2,    d = tau - theta
 
-The sum over all i is known exactly from G = sum g_i and H = sum H_i, kept in float64 after one pass over the data. An acceptance
-test then estimates only the sum of what is left, D_i - (T_i(tau) - T_i(theta)), which is small where the chain stays near the
-reference: any test, since the `Comparison` takes it off and adds it again. Whatever the reference, nothing becomes biased by it.
+The sum over all i is known exactly from G = sum g_i and H = sum H_i, kept in float64 after one pass over the data. A test
+then estimates only the sum of what is left, D_i - (T_i(tau) - T_i(theta)), which is small where the chain stays near the
+reference: any test, since the `Comparison` takes it off and adds it again. No reference makes an unbiased estimate biased.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Taylor:
         flat = torch.cat([x.reshape(-1).double() for x in self._reference])
 
         def total(point: Tensor, rows: list[Tensor]) -> Tensor:
-            parts = point.split([math.prod(shape) for shape in shapes])
+            parts = torch.split(point, [math.prod(shape) for shape in shapes])
             return losses(tuple(p.view(shape) for p, shape in zip(parts, shapes, strict=True)), rows).sum()
 
         self._grad, self._hessian = torch.zeros_like(flat), flat.new_zeros(size if order == 2 else 0, size)
@@ -110,11 +110,12 @@ class Taylor:
 
             if self._order == 1:
                 return slope(*self._reference).double()
-            first, second = jvp(slope, self._reference, middle)
-            return first.double() + 0.5 * second.double()
+            changes: tuple[Tensor, ...] = jvp(slope, self._reference, middle)
+            return changes[0].double() + 0.5 * changes[1].double()
 
         with torch.no_grad():
-            return vmap(one, in_dims=(0, 0, own))(*self._moves(params, proposed), rows)
+            known: Tensor = vmap(one, in_dims=(0, 0, own))(*self._moves(params, proposed), rows)
+        return known
 
     def _moves(self, params: Leaves, proposed: Leaves) -> tuple[Leaves, Leaves]:
         """d = tau - theta, and tau + theta - 2 reference."""

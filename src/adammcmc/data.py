@@ -74,7 +74,14 @@ class TensorExamples:
         return len(self._tensors[0])
 
     def losses(self, indices: slice | Tensor) -> Tensor:
-        batch = [t[indices] for t in self._tensors]
+        return self.losses_of(self.rows(indices))
+
+    def rows(self, indices: slice | Tensor) -> list[Tensor]:
+        """The chosen examples."""
+        return [t[indices] for t in self._tensors]
+
+    def losses_of(self, batch: list[Tensor]) -> Tensor:
+        """Losses of these examples."""
         losses = self._loss(*batch)
         if losses.shape != (len(batch[0]),):
             raise ValueError(

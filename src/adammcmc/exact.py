@@ -136,7 +136,8 @@ class Underdamped(_Preconditioned):
         num_data: the number of training examples n.
         prior: required, and proper.
         num_leapfrog: gradients between two refreshes and tests; with friction=math.inf that is HMC.
-        persistent_uniform: let the number that decides move on instead of drawing a new one (Neal 2020): fewer turns.
+        persistent_uniform: let the number that decides move on instead of drawing a new one (Neal 2020): fewer turns. None
+            does so where the test allows for it.
         preconditioner: diagonal A, one positive tensor for each trainable parameter; None learns it in burn-in.
         inverse_temperature: as in `AdamMCMC`, and so are `acceptance`, `examples`, `fixed_data`, `batch_norm` and `generator`.
         burn_in: a `BurnIn`, a number of steps, or None: with a given `step_size` there is none, without one it is `BurnIn()`.
@@ -154,7 +155,7 @@ class Underdamped(_Preconditioned):
         num_data: int,
         prior: Prior,
         num_leapfrog: int = 1,
-        persistent_uniform: bool = True,
+        persistent_uniform: bool | None = None,
         preconditioner: Sequence[Tensor] | None = None,
         inverse_temperature: float = 1.0,
         acceptance: Test | None = None,

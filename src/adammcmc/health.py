@@ -2,10 +2,10 @@ r"""What a run says about itself: running sums on the device, and a verdict in w
 
 Each self-test has conditions under which it is valid, and only valid ones speak.
 
-- *At rest, a Metropolis chain accepts with 2 P(Y > 0).* Valid where Y is exact (fixed data, `FullData`).
+- *At rest, a Metropolis chain accepts with 2 P(Y > 0).* Valid where Y is exact (fixed data, `FullData`), not for `Barker`.
 - *Configurational temperature*: E[theta . grad U] / P = 1. Valid for a proper prior whose edge is not met; by layer, those
   whose length a BatchNorm cancels left out.
-- *Noise of the log ratio*: a minibatch test with noise s samples at about beta_eff(s) times the inverse temperature,
+- *Noise of the log ratio*: a plain minibatch test with noise s samples at about beta_eff(s) times the inverse temperature,
   beta_eff = 2 w / (1/2 + w), w = exp(s^2 / 2) Phi(-s).
 - The loss has a say: the standard deviation of lambda * (change of the loss) is not far below 1.
 
@@ -101,7 +101,7 @@ class Health:
     noise: float
     """Root mean square noise s of the log ratio; 0 where it is exact, NaN where it is not known."""
     beta_eff: float
-    """What that noise does to the inverse temperature: 1 is nothing."""
+    """What that noise does to the inverse temperature: 1 is nothing; NaN for a test that allows for noise."""
     effective_draws: float
     """Of U; NaN where U was only estimated on batches."""
     rejected_not_finite: float
@@ -302,6 +302,7 @@ class Monitor:
         has_edge: bool,
         is_adapting: bool = False,
         left_out: Sequence[str] = (),
+        is_plain: bool = True,
     ) -> Health:
         """The numbers and what they mean.
 
@@ -312,6 +313,7 @@ class Monitor:
             has_edge: whether the prior is zero somewhere.
             is_adapting: whether the settings still change.
             left_out: layers whose temperature is not defined.
+            is_plain: whether the test is log uniform < Y; others do not accept with 2 P(Y > 0), and allow for the noise of Y.
         """
         batches = self._steps.means()
         if len(batches) == 0:
@@ -328,7 +330,7 @@ class Monitor:
         # where a proposal fell outside of the prior nothing was estimated
         noise = math.sqrt(mean["noise"] / mean["noise_known"]) if mean["noise_known"] > 0.5 else math.nan
         # at the root mean square, which forecasts the temperature better than the mean over the steps does
-        beta = float(beta_eff(torch.tensor(noise, dtype=torch.float64)))
+        beta = float(beta_eff(torch.tensor(noise, dtype=torch.float64))) if is_plain else math.nan
         share = 1 - mean["finite"]
         kept = [i for i, name in enumerate(self.layers) if name not in left_out]
         layers, total = self._temperatures(kept if has_proper_prior and not (has_edge and share > 0) else [])
@@ -360,13 +362,13 @@ class Monitor:
                     f"too hot, by about {1 / beta:.3g} times in temperature: the log ratio, estimated on minibatches, "
                     f"has noise s = {noise:.3g}. Use larger batches, FullData(), or a smaller step",
                 )
-            elif math.isnan(beta) and is_known:
+            elif math.isnan(beta) and is_known and is_plain:
                 find(
                     "unknown noise",
                     "the noise of the minibatch test is unknown, and likely too hot: return the losses of the examples "
                     '(reduction="none") to have it measured',
                 )
-            self._judge_rest(find, column, gap, is_known and noise == 0, is_exact)
+            self._judge_rest(find, column, gap, is_known and noise == 0 and is_plain, is_exact)
             if knows_potential and not draws >= _ENOUGH_DRAWS:
                 find("cannot tell", f"cannot tell yet: about {draws:.0f} of at least {_ENOUGH_DRAWS} effective draws of U")
             elif knows_potential and not potential.is_settled:
@@ -382,7 +384,7 @@ class Monitor:
         return Health(
             num_steps=self.num_steps,
             acceptance=mean["rate"],
-            twice_rises=2 * mean["rise"] if is_known else math.nan,
+            twice_rises=2 * mean["rise"] if is_known and is_plain else math.nan,
             temperature=total.value,
             temperatures={name: t.value for name, t in layers.items()},
             loss_influence=influence,

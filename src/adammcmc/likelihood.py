@@ -277,7 +277,15 @@ class DataExamples:
         return self._data.num_data
 
     def losses(self, indices: slice | Tensor) -> Tensor:
-        losses = self._loss(self._model, to_device(self._data.fetch(indices), self._device))
+        return self.losses_of(self.rows(indices))
+
+    def rows(self, indices: slice | Tensor) -> Batch:
+        """The chosen examples, on the model's device."""
+        return to_device(self._data.fetch(indices), self._device)
+
+    def losses_of(self, batch: Batch) -> Tensor:
+        """Losses of these examples."""
+        losses = self._loss(self._model, batch)
         if losses.dim() == 0:
             raise ValueError(
                 f"the acceptance test needs one loss for each example, and `{self._loss.name}` returns their mean. Let it take "

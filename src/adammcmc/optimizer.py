@@ -81,8 +81,8 @@ class AdamMCMC(Sampler):
             With 0 nearly nothing is accepted unless the step is shorter than the noise; 1 to 4 is a good start.
         inverse_temperature: lambda, multiplies the SUM of the losses; 1 is Bayes.
         prior: a `Prior`; None is flat and improper. There is no weight decay: that is a `Gaussian` prior.
-        acceptance: `Minibatch()` (default), `FullData()`, `AlwaysAccept()`, or your own.
-        examples: the data set as losses of single examples, for tests that need them (`FullData`).
+        acceptance: `Minibatch()` (default), `FullData()`, `AlwaysAccept()`, one of `adammcmc.acceptance`, or your own.
+        examples: the data set as losses of single examples, for tests that choose examples (`FullData`, `Barker`, ...).
         fixed_data: the closure's loss is the same function of the weights at every step (full batch). Then the gradient found
             at an accepted proposal serves the next step, and a step costs one forward and backward.
         batch_norm: what BatchNorm in training mode does: "batch" (statistics of the batch; buffers move on acceptance only) or
@@ -193,7 +193,7 @@ class AdamMCMC(Sampler):
 
     def _one_pass(self, packing: Packing) -> OnePass | None:
         """The kernels of `onepass` on these parameters; None where they do not apply and the pure kernel runs."""
-        looks_at_batch = isinstance(self.acceptance, Minibatch) or (
+        looks_at_batch = (isinstance(self.acceptance, Minibatch) and self.acceptance.batch_size is None) or (
             isinstance(self.acceptance, AlwaysAccept) and not self.fixed_data
         )
         is_cpu = self.device.type == "cpu" and self.fused is True

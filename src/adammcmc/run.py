@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
 
-from adammcmc.acceptance import FullData
 from adammcmc.callbacks import Callback, Event
 from adammcmc.corrected import CorrectedMALA
 from adammcmc.data import Data, as_data, derive_seed, to_device
@@ -299,7 +298,9 @@ class _Run:
         fill: dict[str, Any] = {"num_data": self.data.num_data, "generator": generator}
         if self.batch is not None:
             fill["fixed_data"] = True
-        elif isinstance(given_options(factory).get("acceptance"), FullData) or not isinstance(innermost(factory), type):
+        elif getattr(given_options(factory).get("acceptance"), "needs_examples", False) or not isinstance(
+            innermost(factory), type
+        ):
             fill["examples"] = DataExamples(self.called, self.data, self.loss, self.device)
         if isinstance(of := innermost(factory), type) and issubclass(of, CorrectedMALA):  # whose batches are its own
             fill["examples"] = DataExamples(self.called, self.data, self.loss, self.device)

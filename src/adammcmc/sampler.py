@@ -32,7 +32,7 @@ from adammcmc.leaves import Leaves, same
 from adammcmc.packing import Packing
 from adammcmc.stateful import BatchNormPolicy, GraphNumbers, Layers
 from adammcmc.target import Prior, Target
-from adammcmc.tuning import Adaptation, BurnIn, check_tunable
+from adammcmc.tuning import Adaptation, BurnIn, check_tunable, target_rate
 
 __all__ = ["Params", "Sampler", "plain"]
 
@@ -450,7 +450,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             precision = tuple(leaf[0] for leaf in packing.join(full))
         return Adaptation(
             self.burn_in,
-            target=self._target_acceptance,
+            target=target_rate(self.acceptance, self._target_acceptance),
             num_params=sum(p.numel() for p in packing.params),
             tunes_sigma_along=self._tunes_sigma_along,
             precision=precision,
@@ -508,6 +508,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             "has_proper_prior": prior is not None,
             "has_edge": prior is not None and prior.is_bounded,
             "is_adapting": self.is_adapting,
+            "is_plain": getattr(self.acceptance, "is_plain", True),
             "left_out": [self._name(i) for i, p in enumerate(trainable) if id(p) in scaled_away],
         }
 

@@ -159,19 +159,20 @@ class _Network:
         self.buffers = Buffers({f"model.{name}": b for name, b in model.named_buffers()}, num_chains)
 
     def call(
-        self, function: Callable[[nn.Module, Any], Tensor], params: Leaves, buffers: Leaves, batch: Any
+        self, function: Callable[[nn.Module, Any], Tensor], params: Leaves, buffers: Leaves, batch: Any, *, is_own: bool = False
     ) -> tuple[Tensor, Leaves]:
-        """function(model, batch) of each chain, and the buffers as it left them."""
+        """function(model, batch) of each chain, and the buffers as it left them. `is_own`: the batch has a row for each."""
         call = _Call(self.model, function)
         before = tuple(b.clone() for b in buffers)
         views = self.buffers.views(before)
 
-        def one(weights: dict[str, Tensor], own: dict[str, Tensor], frozen: dict[str, Tensor]) -> Any:
+        def one(weights: dict[str, Tensor], own: dict[str, Tensor], frozen: dict[str, Tensor], batch: Any) -> Any:
             tensors = {**frozen, **weights, **own}
             answer = functional_call(call, tensors, (batch,))
             return answer, {name: tensors[name] for name in own}  # what a forward put in the place of a buffer is here
 
-        answer, after = vmap(one, randomness="different")(self.params.views(params), views, self._frozen)
+        in_dims = (0, 0, 0, 0 if is_own else None)
+        answer, after = vmap(one, in_dims, randomness="different")(self.params.views(params), views, self._frozen, batch)
         for name, view in views.items():
             if after[name].data_ptr() != view.data_ptr():
                 view.copy_(after[name].detach())
@@ -336,10 +337,22 @@ class StackedPotential:
         return self._stack.prior.log_density(params)
 
     def example_losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
-        stack, examples = self._stack, self._stack.examples
-        assert examples is not None
+        stack = self._stack
+        examples: Any = stack.examples
+        is_own = isinstance(indices, Tensor) and indices.dim() > 1
+        # fetched outside of vmap, where any data set can be asked
+        is_fetched = is_own and hasattr(examples, "rows")
+        batch: Any = indices
+        if is_fetched:
+            shape = cast(Tensor, indices).shape
+            flat = examples.rows(cast(Tensor, indices).reshape(-1))
+            batch = _pytree.tree_map_only(Tensor, lambda x: x.reshape(*shape, *x.shape[1:]), flat)
+
+        def losses(_: nn.Module, rows: Any) -> Tensor:
+            return cast(Tensor, examples.losses_of(rows) if is_fetched else examples.losses(rows))
+
         with torch.no_grad(), stack.layers.modes():
-            return stack.network.call(lambda _, rows: examples.losses(rows), params, stack.buffers, indices)[0]
+            return stack.network.call(losses, params, stack.buffers, batch, is_own=is_own)[0]
 
 
 def _check(losses: Tensor) -> None:
@@ -524,7 +537,7 @@ class StackedSampler:
                 "fixed data say that the loss is the same function of the weights at every step, but it draws random numbers. "
                 f"At fault: {self.layers.at_fault()}. Use model.eval(), or batches."
             )
-        examples = self.examples if isinstance(self.acceptance, FullData) else None
+        examples = self.examples if getattr(self.acceptance, "needs_examples", False) else None
         rows = slice(0, 0 if examples is None else min(len(examples), 64))
         if examples is not None:
             with torch.no_grad():
@@ -537,6 +550,9 @@ class StackedSampler:
                 moved = {} if potential.moved is None else self.network.buffers.views(potential.moved)
                 if examples is not None:
                     potential.example_losses(self.params, rows)
+                    if not isinstance(self.acceptance, FullData):  # each chain chooses its own
+                        each = torch.arange(rows.stop, device=self.device).expand(self.num_chains, -1)
+                        potential.example_losses(self.params, each)
             except torch.OutOfMemoryError as error:
                 raise CannotStack("they do not fit into the memory of the device together") from error
             except Exception as error:

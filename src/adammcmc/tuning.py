@@ -29,7 +29,7 @@ from adammcmc.proposal import Prolate
 from adammcmc.randomness import Randomness
 from adammcmc.target import Evaluation, Potential
 
-__all__ = ["Adaptation", "BurnIn", "Change", "changed", "check_common", "check_tunable", "momentum_spread"]
+__all__ = ["Adaptation", "BurnIn", "Change", "changed", "check_common", "check_tunable", "momentum_spread", "target_rate"]
 
 _SMALLEST_NOISE = 1e-3  # of the step: below, noise has nothing left to tune
 
@@ -42,7 +42,8 @@ class BurnIn:
         num_steps: steps of adaptation; None goes on until U is flat.
         max_steps: the most steps that waiting for a flat U may take; then the settings are frozen, with a warning.
         target_acceptance: what the scale (sigma, or the step size) is tuned to; None is the kernel's own: 0.6 for Algorithm 1,
-            0.57 for MALA, 0.85 for the underdamped kernel, 0.25 for the exact chain of Theorem 1.
+            0.57 for MALA, 0.85 for the underdamped kernel, 0.25 for the exact chain of Theorem 1; for `Barker` what it makes
+            of moves that Metropolis would accept so often.
         proposal_acceptance: of Algorithm 1's proposal alone, which sets sigma_along; must exceed `target_acceptance`. None
             leaves sigma_along as it is.
         window: steps in the first window.
@@ -279,6 +280,12 @@ def check_tunable(acceptance: Test) -> None:
             "`burn_in`, or adapt with a Metropolis test on fixed data first, then set `sampler.acceptance = AlwaysAccept()` "
             "and `sampler.fixed_data = False`."
         )
+
+
+def target_rate(acceptance: Test, metropolis: float) -> float:
+    """The acceptance to tune to where a Metropolis test would be tuned to `metropolis`: other tests may accept less."""
+    translated = getattr(acceptance, "rate_like", None)
+    return metropolis if translated is None else float(translated(metropolis))
 
 
 def check_common(kernel: Any, settings: BurnIn) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,6 +43,7 @@ class Barker:
     max_skewness: float = 0.1
     needs_noise: ClassVar[bool] = True
     is_plain: ClassVar[bool] = False
+    needs_examples: ClassVar[bool] = True
     looks_on_the_way: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -73,6 +75,13 @@ class Barker:
         return Verdict(
             is_accepted, rate * (y < torch.inf), y, is_finite(y), found.num_examples, found.is_current_finite, s
         ), None
+
+    def rate_like(self, metropolis: float) -> float:
+        """What Barker's test accepts of moves of which Metropolis accepts this share, for Y ~ N(-v / 2, v)."""
+        root = -2 * statistics.NormalDist().inv_cdf(metropolis / 2)
+        z = torch.linspace(-8, 8, 1601, dtype=torch.float64)
+        weights = torch.exp(-z.square() / 2)
+        return float((torch.sigmoid(root * z - root**2 / 2) * weights).sum() / weights.sum())
 
     def approximation(self, *, fixed_data: bool) -> str | None:
         return None if fixed_data else "the noise of the log ratio is taken for normal (Barker's test on a growing batch)"

@@ -120,7 +120,8 @@ class Comparison:
             indices: the examples, the same for all chains, or a row for each, (chains, examples).
             chains: numbers of the chains that are asked; None is all of them.
         """
-        params, proposed, rows, kept = self.params, self.proposed, indices, slice(None)
+        params, proposed, rows = self.params, self.proposed, indices
+        kept: slice | Tensor = slice(None)
         if chains is not None and len(chains) < self.num_chains:
             if self.potential.can_narrow:
                 params, proposed = (tuple(x[chains] for x in leaves) for leaves in (params, proposed))
@@ -185,6 +186,11 @@ class Test(Protocol):
         Only then is the acceptance of an exact chain 2 P(Y > 0), does noise of Y heat by `beta_eff`, and can the uniform number
         be one that a kernel carries from step to step.
         """
+        ...
+
+    @property
+    def needs_examples(self) -> bool:
+        """Whether the test chooses examples of the data, other than those of the step's own batch."""
         ...
 
     @property

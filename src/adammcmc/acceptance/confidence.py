@@ -46,6 +46,7 @@ class Confidence:
     growth: float = 2.0
     needs_noise: ClassVar[bool] = True
     is_plain: ClassVar[bool] = False
+    needs_examples: ClassVar[bool] = True
     looks_on_the_way: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -44,8 +44,10 @@ class Minibatch:
             check_batch_size(self.batch_size)
 
     @property
-    def looks_on_the_way(self) -> bool:
+    def needs_examples(self) -> bool:
         return self.batch_size is not None
+
+    looks_on_the_way = needs_examples
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         log_uniform = decisive(comparison, generator)
@@ -83,6 +85,7 @@ class FullData:
     early_rejection: bool = False
     needs_noise: ClassVar[bool] = True
     is_plain: ClassVar[bool] = True
+    needs_examples: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.chunk_size >= 1:
@@ -166,6 +169,7 @@ class AlwaysAccept:
 
     needs_noise: ClassVar[bool] = False
     is_plain: ClassVar[bool] = True
+    needs_examples: ClassVar[bool] = False
     looks_on_the_way: ClassVar[bool] = False
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:

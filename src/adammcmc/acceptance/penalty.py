@@ -42,8 +42,10 @@ class Penalty:
             check_batch_size(self.batch_size)
 
     @property
-    def looks_on_the_way(self) -> bool:
+    def needs_examples(self) -> bool:
         return self.batch_size is not None
+
+    looks_on_the_way = needs_examples
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         log_uniform = decisive(comparison, generator)

@@ -197,7 +197,7 @@ def underdamped(
     friction: float | None = None,
     *,
     num_leapfrog: int = 1,
-    persistent_uniform: bool = True,
+    persistent_uniform: bool | None = None,
     preconditioner: Any = None,
     acceptance: Test | None = None,
 ) -> UnderdampedKernel:
@@ -221,7 +221,8 @@ def underdamped(
             refresh: MALA with step h^2 / 2, or HMC if num_leapfrog > 1 (`hmc`).
         num_leapfrog: steps between two refreshes and tests.
         persistent_uniform: decide by a uniform number that moves by a fixed amount at each step instead of a fresh one, so that
-            rejections come in clusters and the velocity lives longer in between (Neal 2020). Exact as well.
+            rejections come in clusters and the velocity lives longer in between (Neal 2020). Exact as well, for tests of the
+            form log uniform < Y: None does so for these, and draws a fresh one for others (`Barker`, `Tuna`, ...).
         preconditioner: diagonal A, positive, in the structure of the parameters (without a chain axis), fixed while sampling.
         acceptance: the test; `Minibatch()` by default.
     """
@@ -230,10 +231,16 @@ def underdamped(
         raise ValueError(f"`friction` must not be negative, got {friction}.")
     if type(num_leapfrog) is not int or num_leapfrog < 1:
         raise ValueError(f"`num_leapfrog` must be a whole number, at least 1, got {num_leapfrog!r}.")
+    test = acceptance or Minibatch()
+    is_plain = getattr(test, "is_plain", True)
+    if persistent_uniform and not is_plain:
+        raise ValueError(
+            f"`persistent_uniform` must be False with this test ({test}): it is not log uniform < Y, so that the number that "
+            "decides would not be uniform at the next step."
+        )
+    persistent_uniform = is_plain if persistent_uniform is None else persistent_uniform
     diagonal, structure = (None, None) if preconditioner is None else flatten(preconditioner)
-    return UnderdampedKernel(
-        step_size, friction, acceptance or Minibatch(), num_leapfrog, persistent_uniform, diagonal, structure
-    )
+    return UnderdampedKernel(step_size, friction, test, num_leapfrog, persistent_uniform, diagonal, structure)
 
 
 def hmc(
