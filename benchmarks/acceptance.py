@@ -48,6 +48,7 @@ from adammcmc.acceptance import Comparison, Test, beta_eff
 from adammcmc.acceptance.bounds import Bound, DerivativeBound, logistic_bound
 from benchmarks.networks import effective_size
 
+ORDERS = {0: "", 1: "first order", 2: "second order"}
 RESULTS = Path(__file__).parent / "results" / "acceptance.json"
 
 
@@ -261,7 +262,8 @@ def measure(problem: Problem, row: Row, num_steps: int, num_chains: int, seed: i
     ratio = float(square.mean().sqrt())
     error = float(square.std()) / math.sqrt(num_chains) / (2 * ratio)
     data = float(info.num_examples.mean())
-    noise = info.log_ratio_noise.square().nanmean().sqrt()
+    noise = info.log_ratio_noise.square().nanmean().sqrt()  # NaN for a test that has none
+    is_plain = isinstance(kernel.acceptance, Minibatch)
     return {
         "problem": problem.name,
         "test": row.label,
@@ -271,8 +273,8 @@ def measure(problem: Problem, row: Row, num_steps: int, num_chains: int, seed: i
         "acceptance": float(info.is_accepted.double().mean()),
         "data": data / n,
         "draws_per_step": float(effective_size(draws).min()) / (num_chains * draws.shape[1]),
-        "noise": float(noise),
-        "beta_eff": float(beta_eff(noise)) if isinstance(kernel.acceptance, Minibatch) else math.nan,
+        "noise": None if noise.isnan() else float(noise),
+        "beta_eff": float(beta_eff(noise)) if is_plain else None,
         "chains": num_chains,
         "steps": num_steps,
         "seconds": seconds,
@@ -378,12 +380,11 @@ def table(found: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for r in found:
-        order = {0: "", 1: "first order", 2: "second order"}[r["control_variate"]]
-        noise = "" if math.isnan(r["noise"]) else f"{r['noise']:.2g}"
-        lines.append(
-            f"| {r['test']} | {order} | {r['sd_ratio']:.3f} +- {r['sd_ratio_error']:.3f} | {r['acceptance']:.2f} | "
-            f"{r['data']:.2g} | {noise} | {r['gain']:.2g} |"
-        )
+        ratio = f"{r['sd_ratio']:.3f} +- {r['sd_ratio_error']:.3f}"
+        noise = "" if r["noise"] is None else f"{r['noise']:.2g}"
+        gain = f"{float(format(r['gain'], '.2g')):,g}"
+        cells = [r["test"], ORDERS[r["control_variate"]], ratio, f"{r['acceptance']:.2f}", f"{r['data']:.2g}", noise, gain]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -397,9 +398,16 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     for r in results["corrected_mala"]:
         moves = f"{r['accepted']} of {r['moves']}"
         pairs.append(f"| {r['inverse_temperature']} | {r['rho']} | {r['sd_ratio']:.2f} | {moves} |")
+    plain = ["| test | control variate | s | beta_eff(s) | beta_eff^-1/2 | sd / truth |", "|---|---|---|---|---|---|"]
+    for r in results["tests"]:
+        if r["beta_eff"] is not None:
+            found = f"{r['noise']:.2g} | {r['beta_eff']:.2f} | {r['beta_eff'] ** -0.5:.2f} | {r['sd_ratio']:.2f}"
+            plain.append(f"| {r['problem']}, {r['test']} | {ORDERS[r['control_variate']]} | {found} |")
     names = dict.fromkeys(r["problem"] for r in results["tests"])
-    found = {name: table([r for r in results["tests"] if r["problem"] == name]) for name in names}
-    return found | {"wrong decisions": "\n".join(wrong), "corrected_mala": "\n".join(pairs)}
+    by_problem = {name: table([r for r in results["tests"] if r["problem"] == name]) for name in names}
+    return by_problem | {
+        name: "\n".join(x) for name, x in (("plain", plain), ("wrong decisions", wrong), ("corrected_mala", pairs))
+    }
 
 
 _PROBLEMS: dict[str, Problem] = {}
