@@ -110,13 +110,12 @@ def estimate(
         if len(chains) == 0:
             break
         if size == n:
-            difference, is_current_finite = full_data(comparison, chains)
-            x = known[chains, None] - scale[chains, None] * difference
+            difference, is_current_finite = full_data(comparison, chains, ordered[:, : x.shape[1]])
         else:
             if ordered.shape[1] < size:  # for some looks ahead, so that sorting does not grow with their number
                 ordered = order(order_of[chains], n, max(size, min(2 * size, int(_ALMOST_ALL * n)) if look > 1 else 0))
             difference, is_current_finite = comparison.differences(ordered[:, x.shape[1] : size], chains)
-            x = torch.cat([x, known[chains, None] - scale[chains, None] * difference], 1)
+        x = torch.cat([x, known[chains, None] - scale[chains, None] * difference], 1)
         sample = Sample(chains, x, n, look)
         log_ratio = sample.log_ratio
         result.log_ratio[chains], result.noise[chains], result.num_examples[chains] = log_ratio, sample.noise, float(size)
@@ -140,10 +139,14 @@ def check_growth(growth: float) -> None:
         raise ValueError(f"`growth` must be at least 1, got {growth}.")
 
 
-def full_data(comparison: Comparison, chains: Tensor) -> tuple[Tensor, Tensor]:
-    """D_i of all examples in their own order, (chains, n), and whether all l_i(theta) are finite, in chunks."""
+def full_data(comparison: Comparison, chains: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """D_i of all examples but those that were seen, (chains, n - seen), and whether all l_i(theta) are finite, in chunks."""
     n = comparison.num_examples
-    parts = [comparison.differences(slice(i, min(i + _CHUNK, n)), chains) for i in range(0, n, _CHUNK)]
+    pieces: list[slice] | list[Tensor] = [slice(i, min(i + _CHUNK, n)) for i in range(0, n, _CHUNK)]
+    if seen is not None and seen.shape[1] > 0:
+        is_new = torch.ones(len(chains), n, dtype=torch.bool, device=seen.device).scatter_(1, seen, False)
+        pieces = list(is_new.nonzero()[:, 1].view(len(chains), -1).split(_CHUNK, 1))
+    parts = [comparison.differences(piece, chains) for piece in pieces]
     return torch.cat([part[0] for part in parts], 1), functools.reduce(torch.logical_and, [part[1] for part in parts])
 
 
