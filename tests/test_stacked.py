@@ -20,28 +20,35 @@ from adammcmc import (
     AdamMCMC,
     AlwaysAccept,
     AsReleased,
+    Barker,
     BurnIn,
     Callback,
+    Confidence,
     Event,
     ExactAdamMCMC,
     FullData,
     Gaussian,
     GaussianNLL,
     Info,
+    Minibatch,
     NonFiniteLoss,
     OptimizerMCMC,
+    Penalty,
     PerExampleLossRequired,
     Posterior,
     Prior,
+    Sequential,
     StochasticClosure,
     StoreMismatch,
     TensorBoard,
     TensorExamples,
+    Tuna,
     Underdamped,
     UniformBall,
     UniformBox,
     sample,
 )
+from adammcmc.acceptance import ClampedLoss
 from adammcmc.closure import ClosurePotential
 from adammcmc.likelihood import Loss
 from adammcmc.randomness import streams
@@ -118,6 +125,12 @@ TESTS: dict[str, Any] = {
     "minibatch": {},
     "full data": {"acceptance": FullData(chunk_size=40)},
     "full data, early rejection": {"acceptance": FullData(chunk_size=40, early_rejection=True)},
+    "minibatch of its own": {"acceptance": Minibatch(40)},
+    "barker": {"acceptance": Barker(30)},
+    "sequential": {"acceptance": Sequential(0.1, 30)},
+    "confidence": {"acceptance": Confidence(0.5, None, 30)},
+    "penalty": {"acceptance": Penalty(40)},
+    "tuna": {"acceptance": Tuna(ClampedLoss(2.0), 0.0), "inverse_temperature": 0.3},
 }
 
 

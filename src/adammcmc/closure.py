@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,18 +11,26 @@ from torch import Tensor
 from adammcmc.control import Control
 from adammcmc.data import Examples
 from adammcmc.errors import StochasticClosure
-from adammcmc.leaves import Leaves
+from adammcmc.leaves import Leaves, inner
 from adammcmc.packing import Packing
 from adammcmc.stateful import Layers
 from adammcmc.target import Evaluation, Target, potential_difference
 
-__all__ = ["Closure", "ClosurePotential"]
+__all__ = ["Closure", "ClosurePotential", "Reference"]
 
 Closure = Callable[[], Tensor | float]
 """Returns the mean loss of a batch, shape (), or the losses of its examples, shape (batch,), at the model's weights.
 
 It may call `backward` itself (after `zero_grad`), of the mean, as closures for LBFGS do; it then pays a backward each time.
 """
+
+
+class Reference(NamedTuple):
+    """A point, and the sum of the losses' gradients there, in the parameters' shapes."""
+
+    params: list[Tensor]
+    grad: list[Tensor]
+    """float64"""
 
 
 class ClosurePotential:
@@ -32,11 +41,11 @@ class ClosurePotential:
         packing: the model's trainable parameters and how they lie in leaves.
         layers: dropout, BatchNorm and other layers with state.
         must_check: whether to check, at the first evaluation, that fixed data are fixed.
+        reference: of a control variate.
         name: what the parameter of this index is called in messages.
     """
 
     can_narrow = False
-    control: Control | None = None
 
     def __init__(
         self,
@@ -48,6 +57,7 @@ class ClosurePotential:
         layers: Layers,
         fixed: bool,
         must_check: bool = False,
+        reference: Reference | None = None,
         name: Callable[[int], str],
     ) -> None:
         self.scale = target.scale
@@ -65,6 +75,7 @@ class ClosurePotential:
         self._examples = examples
         self._layers = layers
         self._name = name
+        self.control: Control | None = None if reference is None else _FirstOrder(self, reference)
         self._calls_backward: bool | None = None  # unknown before the first call
         self.known: tuple[Leaves, Leaves] | None = None
         """The first point of this step with a gradient, and the gradient of V there."""
@@ -184,6 +195,23 @@ class ClosurePotential:
                 self._layers.example_losses(evaluate, rows)
         return Evaluation(total.detach()[None], self.log_prior(params), self._join(grads, params))
 
+    def slopes(self, params: Leaves, direction: Sequence[Tensor], indices: slice | Tensor) -> Tensor:
+        """g_i . direction at `params` for chosen examples, (1, examples), by differentiating twice (of which once forward).
+
+        The gradient of sum_i v_i l_i by the weights is linear in v; its product with the direction, differentiated by v, has
+        the elements g_i . direction.
+        """
+        assert self._examples is not None
+        self.place(params)
+        own = indices[0] if isinstance(indices, Tensor) and indices.dim() > 1 else indices
+        with torch.enable_grad():
+            losses = self._layers.example_losses(self._examples.losses, own)
+            v = torch.zeros_like(losses, requires_grad=True)
+            grads = torch.autograd.grad(losses, self._live, v, create_graph=True, allow_unused=True, materialize_grads=True)
+            used = [(g, d) for g, d in zip(grads, direction, strict=True) if g.requires_grad]
+            along = torch.autograd.grad([g for g, _ in used], v, [d for _, d in used])[0]
+        return along.detach()[None]
+
     def place(self, params: Leaves) -> None:
         """Write these values into the live parameters, unless they are there already."""
         if params is not self._held:
@@ -275,6 +303,26 @@ class ClosurePotential:
         for i, g in enumerate(grads):
             if g.layout != torch.strided:
                 raise ValueError(f"{self._name(i)} has a sparse gradient, which has no density. Use sparse=False in the layer.")
+
+
+class _FirstOrder:
+    """A control variate of first order: sum_i g_i at the reference is known, g_i . d of single examples is differentiated."""
+
+    def __init__(self, potential: ClosurePotential, reference: Reference) -> None:
+        packing = potential._packing
+        self._potential = potential
+        self._at, self._grad = packing.join(reference.params), packing.join(reference.grad)
+
+    def _step(self, params: Leaves, proposed: Leaves) -> Leaves:
+        return tuple(y - x for x, y in zip(params, proposed, strict=True))
+
+    def total(self, params: Leaves, proposed: Leaves) -> Tensor:
+        step = self._step(params, proposed)
+        return torch.stack([inner(d, g) for d, g in zip(step, self._grad, strict=True)]).sum(0)
+
+    def differences(self, params: Leaves, proposed: Leaves, indices: slice | Tensor) -> Tensor:
+        direction = self._potential._packing.views(self._step(params, proposed))
+        return self._potential.slopes(self._at, direction, indices).double()
 
 
 def _checked(loss: Tensor | float) -> Tensor:

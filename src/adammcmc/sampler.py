@@ -23,9 +23,9 @@ from torch.utils import _pytree
 
 from adammcmc.acceptance import FullData, Minibatch, Test
 from adammcmc.capture import Captures, Ring
-from adammcmc.closure import Closure, ClosurePotential
+from adammcmc.closure import Closure, ClosurePotential, Reference
 from adammcmc.data import Examples
-from adammcmc.errors import NonFiniteLoss
+from adammcmc.errors import NonFiniteLoss, PerExampleLossRequired
 from adammcmc.health import Health, Monitor
 from adammcmc.kernel import ChainState, Info, Kernel
 from adammcmc.leaves import Leaves, same
@@ -40,6 +40,7 @@ _logger = logging.getLogger("adammcmc")
 _OWN_KEY = "adammcmc"  # of state_dict: what torch would cast or drop if it lay in `state` (generator, counters)
 # steps at which fixed data are asked again whether they are; on an accelerator the first only, since asking waits for it
 _RECHECKS = [10**k for k in range(9)]
+_CHUNK = 1024  # examples whose gradient is taken at once
 _TORCH_KEYS = {"params", "param_names", "initial_lr", "name"}
 
 Products = Callable[[], Tensor]
@@ -87,6 +88,7 @@ class Sampler(torch.optim.Optimizer, ABC):
     _noise_name: ClassVar[str] = "sigma"
     _learns_preconditioner: bool = False
     num_chains: ClassVar[int] = 1
+    _reference: Reference | None = None
     _own_caches: tuple[str, ...] = ()
     """Attributes of a subclass that are rebuilt when they are missing, and are not copied or pickled."""
 
@@ -246,6 +248,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             layers=self._layers,
             fixed=self.fixed_data,
             must_check=self._here is None,
+            reference=self._reference,
             name=self._name,
         )
 
@@ -419,6 +422,27 @@ class Sampler(torch.optim.Optimizer, ABC):
         self._clock_at = self.num_steps
         self._watch_health(lambda monitor: monitor.add_row(ring.rows, ring.last, self.target.scale), body.products)
         return ring.rows[ring.last, 0, 0].to(body.loss_dtype, copy=True)
+
+    def use_control_variate(self) -> None:
+        """Take the present weights as the reference of a control variate of first order (`adammcmc.control`).
+
+        Tests that choose their own examples (`Barker`, `Tuna`, ...) then estimate only what the gradients at the reference do
+        not foresee, which is little while the chain stays near. Call it once, at the end of burn-in: it costs a pass over the
+        data with gradients, and at each example that a test looks at about three forwards more. The loss must be twice
+        differentiable.
+        """
+        if self._examples is None:
+            raise PerExampleLossRequired(
+                "a control variate needs the losses of single examples: pass `examples=TensorExamples(loss, inputs, targets)`."
+            )
+        params = self._trainable()
+        total = [torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in params]
+        for i in range(0, len(self._examples), _CHUNK):
+            with torch.enable_grad():
+                losses = self._layers.example_losses(self._examples.losses, slice(i, min(i + _CHUNK, len(self._examples))))
+                grads = torch.autograd.grad(losses.sum(), params, allow_unused=True, materialize_grads=True)
+            total = [t + g.double() for t, g in zip(total, grads, strict=True)]
+        self._reference = Reference([p.detach().clone() for p in params], total)
 
     def draw(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """A draw: a copy of the model's state, which no later step touches. Refused while the settings still adapt."""
@@ -622,6 +646,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             "memory": None if self._memory is None else copy.deepcopy(tuple(self._memory)),
             "adaptation": None if self._adaptation is None else copy.deepcopy(self._adaptation.state_dict()),
             "health": None if self._monitor is None else self._monitor.state_dict(),
+            "reference": None if self._reference is None else copy.deepcopy(tuple(self._reference)),
         }
         return {**super().state_dict(), _OWN_KEY: own}
 
@@ -654,6 +679,8 @@ class Sampler(torch.optim.Optimizer, ABC):
             # (what is summed on the device comes from a file on the host)
             adaptation.load_state_dict(_pytree.tree_map_only(Tensor, lambda x: x.to(self.device, copy=True), saved))
             self._adaptation = adaptation
+        reference = _pytree.tree_map_only(Tensor, lambda x: x.to(self.device, copy=True), own.get("reference"))
+        self._reference = None if reference is None else Reference(*reference)
         self._monitor = None
         if own.get("health") is not None:
             self._monitor = self._new_monitor(self._layout())
@@ -740,6 +767,8 @@ class Sampler(torch.optim.Optimizer, ABC):
             if moved_only:
                 return self._packing
             self._monitor = None
+            if old is not None:
+                self._reference = None  # of other parameters
             if self.is_adapting:
                 self._adaptation = self._new_adaptation()  # other parameters than before
         return self._packing

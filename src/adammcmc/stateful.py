@@ -416,9 +416,11 @@ class Layers:
 
     def _halves(self, evaluate: Callable[[slice | Tensor], Tensor], indices: slice | Tensor, count: int) -> Tensor | None:
         """The same losses, evaluated in two parts, once in a run; None later."""
-        if not self._must_check_examples or not isinstance(indices, slice) or count < 2:
+        if not self._must_check_examples or count < 2:
             return None
         self._must_check_examples = False
+        if isinstance(indices, Tensor):
+            return torch.cat([evaluate(part) for part in indices.tensor_split(2)])
         first = indices.start or 0
         middle = first + count // 2
         return torch.cat([evaluate(slice(first, middle)), evaluate(slice(middle, first + count))])

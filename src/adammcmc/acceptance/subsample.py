@@ -145,7 +145,7 @@ def full_data(comparison: Comparison, chains: Tensor, seen: Tensor | None = None
     pieces: list[slice] | list[Tensor] = [slice(i, min(i + _CHUNK, n)) for i in range(0, n, _CHUNK)]
     if seen is not None and seen.shape[1] > 0:
         is_new = torch.ones(len(chains), n, dtype=torch.bool, device=seen.device).scatter_(1, seen, False)
-        pieces = list(is_new.nonzero()[:, 1].view(len(chains), -1).split(_CHUNK, 1))
+        pieces = list(torch.split(is_new.nonzero()[:, 1].view(len(chains), -1), _CHUNK, 1))
     parts = [comparison.differences(piece, chains) for piece in pieces]
     return torch.cat([part[0] for part in parts], 1), functools.reduce(torch.logical_and, [part[1] for part in parts])
 

@@ -1,0 +1,283 @@
+"""The tests on subsamples in the optimizer's door: closures, examples, control variates, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from adammcmc import (
+    MALA,
+    Barker,
+    Confidence,
+    FullData,
+    Gaussian,
+    Minibatch,
+    Penalty,
+    PerExampleLossRequired,
+    Sequential,
+    StochasticClosure,
+    TensorExamples,
+    Tuna,
+    Underdamped,
+    sample,
+)
+from adammcmc.acceptance import ClampedLoss, last_layer_bound
+from tests.doors import DOORS, X, Y, closure, mala, network, same, seeded, weights
+
+
+def examples(model: nn.Module) -> TensorExamples:
+    dtype = next(model.parameters()).dtype
+    return TensorExamples(lambda x, y: F.cross_entropy(model(x.to(dtype)), y, reduction="none"), X, Y)
+
+
+def losses(model: nn.Module, rows: slice = slice(None)) -> Any:
+    dtype = next(model.parameters()).dtype
+    return lambda: F.cross_entropy(model(X[rows].to(dtype)), Y[rows], reduction="none")
+
+
+CHOOSY: dict[str, Any] = {
+    "minibatch": Minibatch(20),
+    "penalty": Penalty(20),
+    "barker": Barker(30),
+    "sequential": Sequential(0.1, 30),
+    "confidence": Confidence(0.5, None, 10),
+    "tuna": Tuna(ClampedLoss(3.0), 0.0),
+}
+
+
+@pytest.mark.parametrize("door", [door for door in DOORS if door != "ExactAdamMCMC"])
+@pytest.mark.parametrize("name", CHOOSY)
+def test_every_test_runs_in_every_door(name: str, door: str) -> None:
+    model = network(torch.float64)
+    options = {"inverse_temperature": 0.5, "acceptance": CHOOSY[name], "examples": examples(model)}
+    if name == "tuna":  # no loss moves by as much as 3, and L must be small
+        options["inverse_temperature"] = 0.05
+    sampler = DOORS[door](model, **options)
+    before, used = weights(model), []
+    for k in range(12):
+        rows = slice(k % 4 * 16, k % 4 * 16 + 16)
+        sampler.step(closure(model, rows))
+        used.append(float(sampler.info.num_examples))
+        assert math.isfinite(float(sampler.info.log_ratio))
+    assert not same(before, weights(model))
+    assert all(0 <= u <= 2 * 64 for u in used)
+    assert max(used) > 0
+    described = sampler.describe()
+    assert str(CHOOSY[name]) in described
+    if name != "tuna":
+        assert "approximate: " in described
+
+
+def test_penalty_takes_the_losses_of_the_closure() -> None:
+    model = network(torch.float64)
+    sampler = mala(model, acceptance=Penalty())
+    sampler.step(losses(model, slice(0, 32)))
+    s = float(sampler.info.log_ratio_noise)
+    assert s > 0
+    assert float(sampler.info.num_examples) == 32
+    assert float(sampler.info.acceptance_rate) == pytest.approx(min(1.0, math.exp(float(sampler.info.log_ratio) - s**2 / 2)))
+    with pytest.raises(PerExampleLossRequired, match="returned only the mean loss"):
+        sampler.step(closure(model, slice(0, 32)))
+
+
+def test_without_examples_a_door_says_what_is_missing_and_keeps_the_weights() -> None:
+    model = network(torch.float64)
+    for test in CHOOSY.values():
+        sampler = mala(model, acceptance=test)
+        before = weights(model)
+        with pytest.raises(PerExampleLossRequired, match="TensorExamples"):
+            sampler.step(closure(model, slice(0, 16)))
+        assert same(before, weights(model))
+
+
+def test_all_data_need_no_examples() -> None:
+    for test in (*CHOOSY.values(), Barker()):
+        model = network(torch.float64)
+        sampler = mala(model, acceptance=test, fixed_data=True)
+        for _ in range(3):
+            sampler.step(losses(model))
+        assert "exact" in sampler.describe()
+        assert "approximate" not in sampler.describe()
+        assert float(sampler.info.num_examples) == 64
+
+
+@pytest.mark.parametrize(
+    ("layer", "error", "message"),
+    [
+        (nn.BatchNorm1d(16), PerExampleLossRequired, "uses the statistics of its batch"),
+        (nn.Dropout(0.5), StochasticClosure, "draws random numbers"),
+    ],
+)
+def test_layers_that_tie_examples_together_are_refused(layer: nn.Module, error: type[Exception], message: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), layer, nn.Tanh(), nn.Linear(16, 3)).double()
+    sampler = mala(model, acceptance=Barker(30), examples=examples(model))
+    before = weights(model)
+    with pytest.raises(error, match=message):
+        sampler.step(closure(model, slice(0, 32)))
+    assert same(before, weights(model))
+    model.eval()
+    sampler.step(closure(model, slice(0, 32)))
+
+
+def test_a_loss_that_looks_at_its_company_is_refused() -> None:
+    model = network(torch.float64)
+
+    def centred(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        values = F.cross_entropy(model(x.double()), y, reduction="none")
+        return values - 0.5 * values.mean()
+
+    sampler = mala(model, acceptance=Barker(30), examples=TensorExamples(centred, X, Y))
+    with pytest.raises(PerExampleLossRequired, match="depends on the examples that it is evaluated with"):
+        sampler.step(closure(model, slice(0, 32)))
+
+
+def test_burn_in_with_barker_reaches_a_rate_that_barker_has() -> None:
+    model = network(torch.float64)
+    sampler = Underdamped(
+        model.parameters(), num_data=64, prior=Gaussian(), acceptance=Barker(30), examples=examples(model), burn_in=150,
+        generator=seeded(),
+    )  # fmt: skip
+    for k in range(150):
+        sampler.step(closure(model, slice(k % 2 * 32, k % 2 * 32 + 32)))
+    assert not sampler.is_adapting
+    assert sampler._adaptation is not None
+    assert sampler._adaptation.target == pytest.approx(Barker().rate_like(0.85))
+
+
+def test_health_does_not_take_corrected_noise_for_heat() -> None:
+    model = network(torch.float64)
+    kinds = {}
+    for name, test in {"plain": Minibatch(16), "penalty": Penalty(16), "barker": Barker(30)}.items():
+        sampler = mala(model, step_size=2e-2, acceptance=test, examples=examples(model))
+        for k in range(220):
+            sampler.step(closure(model, slice(k % 2 * 32, k % 2 * 32 + 32)))
+        health = sampler.health()
+        kinds[name] = {finding.kind for finding in health.findings}
+        assert health.noise > 0.3 or name == "barker"  # of so few examples it takes all
+        assert math.isnan(health.beta_eff) == (name != "plain")
+    assert "too hot" in kinds["plain"]
+    assert not {"too hot", "unknown noise", "not at rest", "biased"} & (kinds["penalty"] | kinds["barker"])
+
+
+# --- the last layer, exactly ---------------------------------------------------------------------------------------------
+
+
+def test_the_last_layer_with_tuna_takes_few_examples_and_never_breaks_its_bound() -> None:
+    """It accepts about as often as the full data do, from fewer examples. (That Tuna is exact: tests of DataDensity.)"""
+    torch.manual_seed(0)
+    body, head = nn.Sequential(nn.Linear(5, 16), nn.Tanh()).double(), nn.Linear(16, 3).double()
+    with torch.no_grad():
+        features = body(X.double())
+    bound = last_layer_bound(features)
+
+    def run(test: Any, seed: int) -> tuple[list[float], list[float]]:
+        torch.manual_seed(0)
+        head.reset_parameters()
+        known = TensorExamples(lambda h, y: F.cross_entropy(head(h), y, reduction="none"), features, Y)
+        sampler = MALA(
+            head.parameters(), 1e-4, sigma=6e-3, num_data=64, prior=Gaussian(0.3), acceptance=test, examples=known,
+            inverse_temperature=0.5, generator=seeded(seed),
+        )  # fmt: skip
+        used, accepted = [], []
+        for k in range(300):
+            rows = slice(k % 4 * 16, k % 4 * 16 + 16)
+            sampler.step(lambda rows=rows: F.cross_entropy(head(features[rows]), Y[rows]))
+            used.append(float(sampler.info.num_examples))
+            accepted.append(float(sampler.info.is_accepted))
+        return used, accepted
+
+    used, accepted = run(Tuna(bound, 0.1), 1)  # a broken bound would warn, and a warning is an error here
+    assert sum(used) < 0.5 * 64 * len(used)
+    _, full = run(FullData(), 2)
+    assert 0.8 * sum(full) < sum(accepted) < 1.1 * sum(full)
+
+
+# --- control variates ----------------------------------------------------------------------------------------------------
+
+
+def test_the_control_variate_of_a_network_is_its_gradient_at_the_reference() -> None:
+    model = network(torch.float64)
+    sampler = mala(model, acceptance=Minibatch(10), examples=examples(model))
+    sampler.use_control_variate()
+    reference = copy.deepcopy(model)
+    packing = sampler._layout()
+    potential = sampler._potential(packing, [closure(model)])
+    generator = torch.Generator().manual_seed(0)
+    moves = [[p.detach() + 0.1 * torch.randn(p.shape, generator=generator) for p in model.parameters()] for _ in range(2)]
+    here, there = (packing.join(move) for move in moves)
+    rows = torch.tensor([[3, 60, 0, 17]])
+    assert potential.control is not None
+    known = potential.control.differences(here, there, rows)
+    for i, row in enumerate(rows[0].tolist()):
+        loss = F.cross_entropy(reference(X[row : row + 1].double()), Y[row : row + 1])
+        grads = torch.autograd.grad(loss, list(reference.parameters()))
+        expected = sum(float((g * (b - a)).sum()) for g, a, b in zip(grads, *moves, strict=True))
+        assert float(known[0, i]) == pytest.approx(expected, rel=1e-9)
+    everything = potential.control.differences(here, there, slice(0, 64)).sum()
+    assert float(potential.control.total(here, there)) == pytest.approx(float(everything), rel=1e-9)
+
+
+def test_near_its_reference_a_network_needs_fewer_examples() -> None:
+    noise = []
+    for uses in (False, True):
+        model = network(torch.float64)
+        sampler = mala(model, step_size=1e-5, acceptance=Minibatch(20), examples=examples(model))
+        if uses:
+            sampler.use_control_variate()
+        before = weights(model)
+        for k in range(10):
+            sampler.step(closure(model, slice(k % 2 * 32, k % 2 * 32 + 32)))
+        assert not same(before, weights(model))
+        noise.append(float(sampler.info.log_ratio_noise))
+    assert noise[1] < 0.3 * noise[0]
+
+
+def test_a_saved_sampler_goes_on_bit_for_bit_with_its_control_variate() -> None:
+    def steps(sampler: MALA, model: nn.Module, count: int) -> None:
+        for k in range(count):
+            sampler.step(closure(model, slice(k % 2 * 32, k % 2 * 32 + 32)))
+
+    def new() -> tuple[MALA, nn.Module]:
+        model = network(torch.float64)
+        return mala(model, acceptance=Barker(30), examples=examples(model)), model
+
+    first, model = new()
+    steps(first, model, 4)
+    first.use_control_variate()
+    steps(first, model, 4)
+    file = io.BytesIO()
+    torch.save((first.state_dict(), model.state_dict()), file)
+    steps(first, model, 6)
+    file.seek(0)
+    second, other = new()
+    state, parameters = torch.load(file)
+    other.load_state_dict(parameters)
+    second.load_state_dict(state)
+    steps(second, other, 6)
+    assert same(weights(model), weights(other))
+
+
+def test_a_control_variate_without_examples_is_refused() -> None:
+    with pytest.raises(PerExampleLossRequired, match="needs the losses of single examples"):
+        mala(network()).use_control_variate()
+
+
+def test_sample_gives_the_examples_to_the_tests_that_choose_them() -> None:
+    import functools
+
+    for test in (Barker(30), Sequential(0.1, 30)):
+        sampler = functools.partial(MALA, step_size=1e-3, prior=Gaussian(), acceptance=test)
+        posterior = sample(
+            network(), (X, Y), F.cross_entropy, sampler=sampler, batch_size=16, num_draws=4, burn_in=2, gap=2, num_chains=2,
+            progress=False,
+        )  # fmt: skip
+        assert len(posterior) == 8
+        assert str(test) in posterior.target
