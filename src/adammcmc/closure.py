@@ -182,12 +182,13 @@ class ClosurePotential:
         total = torch.zeros((), dtype=torch.float64, device=weights.device)
         grads = [torch.zeros_like(p) for p in self._live]
 
-        def evaluate(rows: slice | Tensor) -> Tensor:
+        def evaluate(some: slice | Tensor) -> Tensor:
             """Differentiates at once: the layers' buffers are put back afterwards."""
             nonlocal total, grads
-            losses = examples.losses(rows)
-            total = torch.dot(losses.double(), weights[0, rows]) / len(examples)
-            grads = self._add_grad(total, None)
+            losses = examples.losses(some)
+            if some is rows:  # not a part of them, which is asked for to compare
+                total = torch.dot(losses.double(), weights[0, rows]) / len(examples)
+                grads = self._add_grad(total, None)
             return losses.detach()
 
         if len(rows) > 0:  # not every model takes a batch of nothing
