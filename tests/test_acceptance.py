@@ -9,7 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance import AlwaysAccept, Comparison, FullData, Minibatch, Test
+from adammcmc.acceptance import (
+    AlwaysAccept,
+    Barker,
+    Comparison,
+    Confidence,
+    DerivativeBound,
+    FullData,
+    Minibatch,
+    Penalty,
+    Sequential,
+    Test,
+    Tuna,
+)
 from adammcmc.leaves import Leaves
 from adammcmc.target import Evaluation
 
@@ -75,8 +87,16 @@ CONTRACT = {
     "full data, one chunk": FullData(),
     "full data, early rejection": FullData(chunk_size=10, early_rejection=True),
     "always": AlwaysAccept(),
+    "minibatch of its own": Minibatch(20),
+    "penalty": Penalty(),
+    "penalty on a batch of its own": Penalty(20),
+    "barker": Barker(30),
+    "sequential": Sequential(0.01, 30),
+    "confidence": Confidence(0.1, None, 20),
+    "tuna": Tuna(DerivativeBound(torch.full((37,), 12.0, dtype=torch.float64)), 0.1),
 }
-EXACT = [name for name in CONTRACT if name != "always"]  # the batch of `compare` is the whole data set
+# the batch of `compare` is the whole data set; what the others promise is in `test_subsample`
+EXACT = ["minibatch", "full data", "full data, one chunk", "full data, early rejection"]
 
 
 @pytest.mark.parametrize("name", CONTRACT)
@@ -85,7 +105,8 @@ def test_every_test_is_small_frozen_and_declares_itself(name: str) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         test.chunk_size = 1  # type: ignore[misc]
     assert isinstance(test.approximation(fixed_data=False), str | None)
-    assert isinstance(test.needs_noise, bool)
+    for trait in ("needs_noise", "is_plain", "needs_examples", "looks_on_the_way"):
+        assert isinstance(getattr(test, trait), bool)
     assert str(test)
     assert (test.__doc__ or "").lower().count("exact") + (test.__doc__ or "").lower().count("approximate") > 0
 
@@ -115,7 +136,7 @@ def test_no_test_moves_a_frozen_chain_or_its_memory(name: str) -> None:
     frozen = dataclasses.replace(comparison, may_move=torch.tensor([False]))
     verdict, carry = CONTRACT[name](frozen, None, torch.Generator().manual_seed(0))
     assert not bool(verdict.is_accepted)
-    if carry is not None:
+    if isinstance(CONTRACT[name], FullData):
         torch.testing.assert_close(carry, potential._losses(comparison.params, slice(None)))
 
 

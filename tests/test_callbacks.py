@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from adammcmc import AdamMCMC, Gaussian, TensorBoard, sample
+from adammcmc.acceptance import beta_eff
 
 X = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(30) % 3
@@ -36,6 +37,18 @@ def test_tensorboard_gets_its_scalars(tmp_path: Path) -> None:
         assert all(0 <= rate <= 1 for _, rate in seen["acceptance_rate"])
         assert all(value == pytest.approx(1e-2) for _, value in seen["settings/sigma"])
         assert [value for _, value in seen["draws"]] == [1, 2, 3, 4]
+        assert {value for _, value in seen["beta_eff"]} == {1.0}, "all data: no noise"
+        assert {value for _, value in seen["log_ratio_noise"]} == {0.0}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_shows_the_heat_of_a_plain_minibatch_live(tmp_path: Path) -> None:
+    options = {"num_draws": 4, "gap": 5, "burn_in": 10, "batch_size": 10, "callbacks": [TensorBoard(tmp_path, every=5)]}
+    sample(nn.Linear(4, 3), (X, Y), F.cross_entropy, sampler=SAMPLER, num_chains=1, **options)  # type: ignore[arg-type]
+    seen = scalars(tmp_path / "chain-0")
+    for (_, noise), (_, beta) in zip(seen["log_ratio_noise"], seen["beta_eff"], strict=True):
+        assert noise > 0
+        assert beta == pytest.approx(float(beta_eff(torch.tensor(noise))), rel=1e-5)
 
 
 def test_a_missing_package_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from adammcmc import (
     Underdamped,
     sample,
 )
-from adammcmc.acceptance import ClampedLoss, last_layer_bound
+from adammcmc.acceptance import ClampedLoss, beta_eff, last_layer_bound
 from tests.doors import DOORS, X, Y, closure, mala, network, same, seeded, weights
 
 
@@ -73,6 +73,19 @@ def test_every_test_runs_in_every_door(name: str, door: str) -> None:
     assert str(CHOOSY[name]) in described
     if name != "tuna":
         assert "approximate: " in described
+
+
+def test_beta_eff_is_told_live_by_plain_tests_only() -> None:
+    model = network(torch.float64)
+    for test in (Minibatch(), Minibatch(20), Penalty(), Barker(30)):
+        sampler = mala(model, acceptance=test, examples=examples(model))
+        sampler.step(losses(model, slice(0, 32)))
+        s = sampler.info.log_ratio_noise
+        if isinstance(test, Minibatch):
+            assert 0 < float(sampler.beta_eff) < 1
+            assert float(sampler.beta_eff) == float(beta_eff(s))
+        else:
+            assert math.isnan(float(sampler.beta_eff))
 
 
 def test_penalty_takes_the_losses_of_the_closure() -> None:

@@ -6,8 +6,11 @@ The contract table has one row for each test: what it promises of P(accept), at 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -30,6 +33,7 @@ from adammcmc.acceptance import (
     beta_eff,
 )
 from adammcmc.acceptance.correction import ATOMS, acceptance, correction
+from adammcmc.acceptance.metropolis import decisive, metropolis
 from adammcmc.acceptance.sequential import student_quantile
 from adammcmc.acceptance.subsample import estimate
 from adammcmc.errors import PerExampleLossRequired
@@ -347,6 +351,27 @@ def test_beta_eff() -> None:
     s = torch.tensor([0.1, 0.5, 1.0, 2.0, 4.0, 10.0, 100.0, 500.0], dtype=torch.float64)
     w = torch.tensor([math.exp(x**2 / 2 + float(stats.norm.logsf(x))) for x in s.tolist()], dtype=torch.float64)
     torch.testing.assert_close(beta_eff(s), 2 * w / (0.5 + w), rtol=1e-9, atol=0)
+
+
+def test_the_recipe_for_a_new_test_keeps_its_promise() -> None:
+    """What CONTRIBUTING shows runs as it stands, in under 60 lines."""
+    text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+    code = textwrap.dedent(text.split("```python\n")[1].split("```")[0])
+    assert "class Quiet" in code
+    assert len(code.splitlines()) < 60
+    names = {
+        "dataclass": dataclass,
+        "ClassVar": ClassVar,
+        "Comparison": Comparison,
+        "Verdict": Verdict,
+        "Randomness": Randomness,
+    }
+    names |= {"decisive": decisive, "metropolis": metropolis, "estimate": estimate}
+    exec(code, names)
+    test: Any = names["Quiet"]
+    for log_ratio in (-1.0, 0.5):
+        check_promise(Row(test(0.1), full_law, 100, slack=0.02), log_ratio, 2.0, NUM_CHAINS)
+    assert 100 < float(decide(test(0.1), 0.0, 2.0, num_chains=10).num_examples.mean()) < NUM_DATA
 
 
 # --- company, memory, errors --------------------------------------------------------------------------------------------

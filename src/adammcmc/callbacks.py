@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,9 @@ class TensorBoard(Callback):
         self._write(event, "loss", float(info.loss))
         self._write(event, "acceptance_rate", float(info.acceptance_rate))
         self._write(event, "potential", float(info.potential))
+        for name, value in (("log_ratio_noise", info.log_ratio_noise), ("beta_eff", event.sampler.beta_eff)):
+            if not math.isnan(number := float(value)):  # where it is known
+                self._write(event, name, number)
         for i, group in enumerate(event.sampler.param_groups):
             for key in ("lr", "sigma", "sigma_along"):
                 if isinstance(group.get(key), int | float):

@@ -49,7 +49,7 @@ class Info(NamedTuple):
     log_ratio: Tensor
     """Y, the log of the Metropolis-Hastings ratio."""
     acceptance_rate: Tensor
-    """min(1, exp(Y))."""
+    """min(1, exp(Y)), or what another test than Metropolis has in its place."""
     is_accepted: Tensor
     is_finite: Tensor
     """Whether U was finite at the proposed point; False (NaN, infinite, outside the support) is a rejection."""

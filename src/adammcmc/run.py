@@ -450,7 +450,9 @@ class _Loop(ABC):
 
     def _status(self) -> str:
         loss, rate = float(self.sampler.info.loss.mean()), float(self.sampler.mean_acceptance_rate.mean())
-        return f"loss {loss:.3g} acceptance {rate:.2f}{' burn-in' if self.burned_in_at is None else ''}"
+        beta = float(self.sampler.beta_eff.mean())
+        hot = f" beta_eff {beta:.2f}" if beta < 0.995 else ""  # (False for NaN: unknown, or no matter)
+        return f"loss {loss:.3g} acceptance {rate:.2f}{hot}{' burn-in' if self.burned_in_at is None else ''}"
 
     def _write_target(self, store: Store) -> None:
         """The line that says what is sampled, now that the layers are known."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils import _pytree
 
-from adammcmc.acceptance import FullData, Minibatch, Test
+from adammcmc.acceptance import FullData, Minibatch, Test, heat_of
 from adammcmc.capture import Captures, Ring
 from adammcmc.closure import Closure, ClosurePotential, Reference
 from adammcmc.data import Examples
@@ -567,6 +567,14 @@ class Sampler(torch.optim.Optimizer, ABC):
     def mean_acceptance_rate(self) -> Tensor:
         """Mean of min(1, exp(Y)) over all steps of this sampler, on the device."""
         return self._sum_acceptance[0] / max(1, self.num_steps)
+
+    @property
+    def beta_eff(self) -> Tensor:
+        """By what factor the noise of the last step's log ratio lowers the inverse temperature (`acceptance.beta_eff`).
+
+        1 is right. NaN where the noise is not known, and for tests that allow for it. Reading it does not wait for the device.
+        """
+        return heat_of(self.acceptance, self.info.log_ratio_noise)
 
     def check(self) -> None:
         """Raise `NonFiniteLoss` if the chain froze. `step` calls it; on an accelerator it may notice a few steps late."""

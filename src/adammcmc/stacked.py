@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils import _pytree
 
-from adammcmc.acceptance import FullData, Test
+from adammcmc.acceptance import FullData, Test, heat_of
 from adammcmc.capture import Captures, Ring
 from adammcmc.data import Batch, Examples
 from adammcmc.direction import Adam, AdamMemory
@@ -727,6 +727,11 @@ class StackedSampler:
         """Of each chain over all steps, (chains,), on the device."""
         return self._sum_acceptance / max(1, self.num_steps)
 
+    @property
+    def beta_eff(self) -> Tensor:
+        """Of each chain's last step, (chains,) (`Sampler.beta_eff`)."""
+        return heat_of(self.acceptance, self.info.log_ratio_noise)
+
     def check(self) -> None:
         """Raise `NonFiniteLoss` if a chain froze. On an accelerator it may notice a few steps late."""
         if not bool((self._frozen_at_host >= 0).any()):
@@ -923,6 +928,10 @@ class StackedChain:
     @property
     def mean_acceptance_rate(self) -> Tensor:
         return self._stack.mean_acceptance_rate[self._chain]
+
+    @property
+    def beta_eff(self) -> Tensor:
+        return self._stack.beta_eff[self._chain]
 
     def health(self) -> Health:
         """What the chain says about itself since burn-in ended. Waits for the device."""

@@ -4,7 +4,7 @@ from adammcmc.acceptance.barker import Barker
 from adammcmc.acceptance.bounds import Bound, ClampedLoss, DerivativeBound, last_layer_bound, logistic_bound
 from adammcmc.acceptance.comparison import Comparison, Test, Verdict
 from adammcmc.acceptance.confidence import Confidence
-from adammcmc.acceptance.metropolis import AlwaysAccept, FullData, Minibatch, beta_eff
+from adammcmc.acceptance.metropolis import AlwaysAccept, FullData, Minibatch, beta_eff, heat_of
 from adammcmc.acceptance.penalty import Penalty
 from adammcmc.acceptance.sequential import Sequential
 from adammcmc.acceptance.tuna import Tuna
@@ -25,6 +25,7 @@ __all__ = [
     "Tuna",
     "Verdict",
     "beta_eff",
+    "heat_of",
     "last_layer_bound",
     "logistic_bound",
 ]

@@ -149,7 +149,8 @@ class Verdict(NamedTuple):
 
     is_accepted: Tensor
     acceptance_rate: Tensor
-    """min(1, exp(Y)), or the decision itself where the test stopped before Y was known."""
+    """The probability of acceptance given what the test saw, such as min(1, exp(Y)); or the decision itself, where how much it
+    saw depends on the uniform number."""
     log_ratio: Tensor
     """Y, float64; NaN where it is not known."""
     is_finite: Tensor

@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance.comparison import Comparison, Verdict
+from adammcmc.acceptance.comparison import Comparison, Test, Verdict
 from adammcmc.acceptance.subsample import check_batch_size, estimate
 from adammcmc.errors import PerExampleLossRequired
 from adammcmc.leaves import is_finite
 from adammcmc.randomness import Randomness, uniform
 
-__all__ = ["AlwaysAccept", "FullData", "Minibatch", "beta_eff", "decisive", "metropolis"]
+__all__ = ["AlwaysAccept", "FullData", "Minibatch", "beta_eff", "decisive", "heat_of", "metropolis"]
 
 
 @dataclass(frozen=True)
@@ -214,3 +214,8 @@ def beta_eff(noise: Tensor) -> Tensor:
     """
     w: Tensor = 0.5 * torch.special.erfcx(noise / math.sqrt(2))
     return 2 * w / (0.5 + w)
+
+
+def heat_of(test: Test, noise: Tensor) -> Tensor:
+    """`beta_eff` of a plain test; NaN for tests that allow for the noise of Y."""
+    return beta_eff(noise.double()) if getattr(test, "is_plain", True) else torch.full_like(noise, torch.nan)
