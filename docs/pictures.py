@@ -1,4 +1,4 @@
-"""Draws pictures of the documentation: python docs/pictures.py (the idea, the choice).
+"""Draws pictures of the documentation: python docs/pictures.py (the idea, the choices).
 
 The others: adammcmc demo --output docs/assets/top_tagging.png, python examples/irises.py --output docs/assets/irises.png,
 python -m benchmarks.networks two-sided, and python -m benchmarks.jets_real.
@@ -7,6 +7,7 @@ python -m benchmarks.networks two-sided, and python -m benchmarks.jets_real.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -57,9 +58,9 @@ def draw_idea() -> None:
     figure.savefig(ASSETS / "idea.png", dpi=120)
 
 
-def draw_choice() -> None:
-    """Which sampler for whom."""
-    figure = Figure(figsize=(11.5, 5.6))
+def diagram(width: float, height: float) -> tuple[Figure, Callable[..., None], Callable[..., None]]:
+    """An empty page with coordinates of 100 by 56, and what draws a box and an arrow on it."""
+    figure = Figure(figsize=(width, height))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, 100), ylim=(0, 56))
     axes.axis("off")
@@ -74,6 +75,12 @@ def draw_choice() -> None:
         label = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
         axes.text(*middle, text, ha="center", va="center", fontsize=9.5, bbox=label)
 
+    return figure, box, arrow
+
+
+def draw_choice() -> None:
+    """Which sampler for whom."""
+    figure, box, arrow = diagram(11.5, 5.6)
     question, exact, approximate, released = "#EAF2FB", "#CDEBD8", "#FBE6C8", "#EEDDDD"
     box(50, 51, "Must the draws be those of the posterior,\nor is a fast approximation enough?", question)
     box(26, 37, "Does one gradient of all data\nfit your budget at each step?", question)
@@ -94,7 +101,37 @@ def draw_choice() -> None:
     figure.savefig(ASSETS / "choosing.png", dpi=120)
 
 
+def draw_tests() -> None:
+    """Which acceptance test for whom."""
+    figure, box, arrow = diagram(12.5, 6.6)
+    question, exact, near, rough = "#EAF2FB", "#CDEBD8", "#E6F2D5", "#FBE6C8"
+    box(50, 52, "Can each step look at all data?", question)
+    box(15, 41, "FullData()\nexact", exact)
+    box(61, 41, "Do the chains stay near one point,\nat which the losses can be expanded?", question)
+    box(36, 27, "control_variate=ControlVariate(reference)\nand: is a derivative of the loss bounded?", question)
+    box(85, 27, "Is the noise s of the log ratio\nabout 1 on a batch that you can afford?", question)
+    box(15, 10, "Tuna(bound)\nexact, a handful of examples\n(logistic regression,\nlast layer of a network)", exact)
+    box(
+        43,
+        10,
+        "Penalty(batch_size)\nfixed cost, keep s below 1\nBarker(), Sequential(0.01)\nthe batch grows where it must",
+        near,
+    )
+    box(69, 10, "Penalty(batch_size)\nBarker()\nrejects more, sd within\na few percent", near)
+    box(90, 10, "shorter steps, more data,\nor a smaller lambda;\nMinibatch() is too wide\nby beta_eff(s)^-1/2", rough)
+    arrow((42, 49.6), (19, 43.6), "yes")
+    arrow((52, 49.6), (60, 44.6), "no")
+    arrow((56, 37.6), (40, 30.6), "yes")
+    arrow((67, 37.6), (82, 30.6), "no")
+    arrow((30, 23.6), (17, 16.2), "yes")
+    arrow((39, 23.6), (43, 16.2), "no, or not known")
+    arrow((81, 23.6), (70, 16.2), "yes")
+    arrow((87, 23.6), (90, 16.2), "no")
+    figure.savefig(ASSETS / "acceptance.png", dpi=120)
+
+
 if __name__ == "__main__":
     ASSETS.mkdir(exist_ok=True)
     draw_idea()
     draw_choice()
+    draw_tests()

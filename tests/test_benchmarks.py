@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import growth, rivals
+from benchmarks import acceptance, growth, rivals
 from benchmarks.timing import medians
 
 CPU = torch.device("cpu")
@@ -93,3 +93,51 @@ def test_the_captured_adam_is_adam(options: dict[str, bool]) -> None:
         replay()
     for p, q in zip(eager.parameters(), graph.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0.0, atol=2e-4)  # of a way of some 1e-2
+
+
+def test_acceptance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "acceptance.json"
+    acceptance.main(f"--length 0.001 --chains 0.05 --cores 1 --rows 1200 3000 --output {output}".split())
+    printed = capsys.readouterr().out
+    found = json.loads(output.read_text())
+    assert len(found["tests"]) == sum(
+        len(acceptance.rows(p)) for p in (acceptance.heavy_tails(1200), acceptance.logistic(3000))
+    )
+    for row in found["tests"]:
+        assert 0.3 < row["sd_ratio"] < 3
+        assert 0 <= row["data"] <= 1.5
+    assert all(row["gain"] == 1 and row["data"] == 1 for row in found["tests"] if row["test"] == "`FullData()`")
+    assert acceptance.table(found["tests"][:3]).splitlines()[-1] in printed
+
+
+def test_the_truth_of_the_logistic_problem_is_that_of_quadrature() -> None:
+    """In two dimensions a grid knows better than importance sampling."""
+    problem = acceptance.logistic(2000, num_features=1)
+    inputs, offset = problem.data
+    axis = torch.linspace(-6, 6, 81, dtype=torch.float64)
+    z = torch.cartesian_prod(axis, axis)
+    assert problem.prior is not None
+    level = torch.stack([problem.prior.log_density([p]) - acceptance.shifted_logistic(p, inputs, offset).sum() for p in z])
+    weight = torch.softmax(level, 0)[:, None]
+    mean = (weight * z).sum(0)
+    sd = (weight * (z - mean).square()).sum(0).sqrt()
+    assert ((problem.sd - sd).abs() < 4.5 * problem.truth_error * sd).all()
+    assert problem.truth_error < 0.02
+    assert ((problem.mean - mean).abs() < 0.05).all()
+
+
+def test_the_docs_have_the_tables_of_the_results() -> None:
+    """Every row of docs/acceptance.md is what `make bench-acceptance` wrote, and every row that it wrote is there."""
+    page = (acceptance.RESULTS.parent.parent.parent / "docs" / "acceptance.md").read_text()
+    found = json.loads(acceptance.RESULTS.read_text())
+    lines = [line for text in acceptance.tables(found).values() for line in text.splitlines()]
+    assert [line for line in lines if line not in page] == []
+
+
+def test_a_test_meets_the_promise_of_the_docs() -> None:
+    """sd within 5% of the truth, at twice the effective draws of the full data's chain for each datum looked at."""
+    found = json.loads(acceptance.RESULTS.read_text())
+    large = [row for row in found["tests"] if row["problem"] == "logistic"]
+    good = [r for r in large if abs(r["sd_ratio"] - 1) + 2 * r["sd_ratio_error"] < 0.05 and r["gain"] > 2]
+    assert {"`Tuna(bound, chi=0.1)`", "`Penalty(50)`"} <= {row["test"] for row in good}
+    assert all(row["control_variate"] > 0 for row in good)

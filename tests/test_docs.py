@@ -148,3 +148,24 @@ def test_the_configuration_on_the_page_can_be_read() -> None:
 def test_the_bundled_jets_are_those_of_the_page(name: str) -> None:
     [written] = re.findall(rf"`{name}\.npz` \| (\w+)", (ROOT / "docs" / "jets.md").read_text())
     assert hashlib.sha256(bundled(name).read_bytes()).hexdigest() == written
+
+
+def test_the_page_on_acceptance_tests(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    functional, in_a_loop = blocks("docs/acceptance.md")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3000, 3, generator=generator).double()
+    mode = torch.tensor([1.0, -0.5, 0.2]).double()
+    y = 2 * (torch.rand(3000, generator=generator).double() < torch.sigmoid(x @ mode)).double() - 1
+    for _ in range(10):
+        p = torch.sigmoid(-y * (x @ mode))
+        hessian = (x * (p * (1 - p))[:, None]).T @ x + torch.eye(3).double()
+        mode = mode + torch.linalg.solve(hessian, (x * (y * p)[:, None]).sum(0) - mode)
+    names |= {"torch": torch, "x": x, "y": y, "mode": mode}
+    assert "num_steps=1000" in functional
+    run(functional.replace("num_steps=1000", "num_steps=100"), names)
+    assert 0 < float(names["info"].num_examples.mean()) < 30
+    assert 0.2 < float(names["info"].acceptance_rate.mean()) < 0.95
+    run(in_a_loop, names)
+    assert float(names["sampler"].info.num_examples) == 200
+    assert 0 < float(names["sampler"].info.log_ratio_noise) < 10
+    assert "examples a step" in capsys.readouterr().out

@@ -31,6 +31,7 @@ ORDER = [
     ["closure"],
     ["sampler"],
     ["optimizer", "exact"],
+    ["corrected"],
     ["stacked"],
     ["progress", "store", "uncertainty", "callbacks", "factory"],
     ["predictive"],

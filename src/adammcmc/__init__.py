@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from adammcmc.callbacks import Callback, Event, TensorBoard
     from adammcmc.chain import sample_density, warm_up
     from adammcmc.control import ControlVariate
+    from adammcmc.corrected import CorrectedMALA
     from adammcmc.data import Examples, TensorExamples
     from adammcmc.data_density import DataDensity
     from adammcmc.errors import (
@@ -64,6 +65,7 @@ __all__ = [
     "ClosureReport",
     "Confidence",
     "ControlVariate",
+    "CorrectedMALA",
     "DataDensity",
     "Density",
     "Detection",
@@ -136,6 +138,7 @@ __getattr__ = lazy_names(
         "callbacks",
         "chain",
         "control",
+        "corrected",
         "data",
         "data_density",
         "diagnostics",

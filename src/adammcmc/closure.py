@@ -175,6 +175,27 @@ class ClosurePotential:
             own = indices[0] if isinstance(indices, Tensor) and indices.dim() > 1 else indices  # there is one chain
             return self._layers.example_losses(self._examples.losses, own)[None]
 
+    def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
+        assert self._examples is not None
+        self.place(params)
+        examples, rows = self._examples, weights[0].nonzero().flatten()
+        total = torch.zeros((), dtype=torch.float64, device=weights.device)
+        grads = [torch.zeros_like(p) for p in self._live]
+
+        def evaluate(some: slice | Tensor) -> Tensor:
+            """Differentiates at once: the layers' buffers are put back afterwards."""
+            nonlocal total, grads
+            losses = examples.losses(some)
+            if some is rows:  # not a part of them, which is asked for to compare
+                total = torch.dot(losses.double(), weights[0, rows]) / len(examples)
+                grads = self._add_grad(total, None)
+            return losses.detach()
+
+        if len(rows) > 0:  # not every model takes a batch of nothing
+            with torch.enable_grad():
+                self._layers.example_losses(evaluate, rows)
+        return Evaluation(total.detach()[None], self.log_prior(params), self._join(grads, params))
+
     def slopes(self, params: Leaves, direction: Sequence[Tensor], indices: slice | Tensor) -> Tensor:
         """g_i . direction at `params` for chosen examples, (1, examples), by differentiating twice (of which once forward).
 
@@ -269,7 +290,7 @@ class ClosurePotential:
     def _add_grad(self, loss: Tensor, sums: list[Tensor] | None) -> list[Tensor]:
         if not loss.requires_grad:
             raise ValueError(
-                "the closure returned a loss that does not depend on the parameters by autograd. Return the loss tensor "
+                "the loss does not depend on the parameters by autograd. Return the loss tensor "
                 "itself (no .item(), no .detach(), no torch.no_grad()), computed by the model whose parameters are sampled."
             )
         # a parameter that the loss does not reach has gradient zero: it is sampled too, from its prior

@@ -45,7 +45,7 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def losses(self, indices: slice | Tensor) -> Tensor:
-        """Losses of the chosen examples, shape (len(indices),). Called without gradient."""
+        """Losses of the chosen examples, shape (len(indices),). Called without gradient, except by `CorrectedMALA`."""
         ...
 
 

@@ -109,6 +109,15 @@ class DataDensity:
             self.known = params, grad
         return Evaluation(losses.detach(), log_prior.detach(), grad)
 
+    def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
+        rows = (weights != 0).any(0).nonzero().flatten()  # of all chains together
+        with torch.enable_grad():
+            leaves = tuple(x.detach().requires_grad_() for x in params)
+            total = (self._losses(leaves, rows).double() * weights[:, rows]).sum(1) / self.num_examples
+            log_prior = self._log_prior(leaves)
+            grad = torch.autograd.grad((total - log_prior / self.scale).sum(), leaves, materialize_grads=True)
+        return Evaluation(total.detach(), log_prior.detach(), grad)
+
     def compare(self, current: Evaluation, proposed: Evaluation) -> Tensor:
         return potential_difference(self.scale, current, proposed)
 

@@ -32,6 +32,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
 
 from adammcmc.callbacks import Callback, Event
+from adammcmc.corrected import CorrectedMALA
 from adammcmc.data import Data, as_data, derive_seed, to_device
 from adammcmc.encoding import can_store, plain_json
 from adammcmc.errors import StoreMismatch
@@ -307,6 +308,8 @@ class _Run:
         elif getattr(given_options(factory).get("acceptance"), "needs_examples", False) or not isinstance(
             innermost(factory), type
         ):
+            fill["examples"] = DataExamples(self.called, self.data, self.loss, self.device)
+        if isinstance(of := innermost(factory), type) and issubclass(of, CorrectedMALA):  # whose batches are its own
             fill["examples"] = DataExamples(self.called, self.data, self.loss, self.device)
         if isinstance(self.burn_in, BurnIn) or (self.burn_in and finds_settings(factory)):
             fill["burn_in"] = self.burn_in

@@ -31,8 +31,9 @@ from adammcmc.exact import ExactAdamMCMC
 from adammcmc.fused import InPlaceAdamMCMC
 from adammcmc.health import Health, Monitor
 from adammcmc.kernel import ChainState, Info, Kernel
-from adammcmc.kernels import AdamMCMCKernel
+from adammcmc.kernels import AdamMCMCKernel, CorrectedMALAKernel
 from adammcmc.kernels.arguments import SETTINGS, chain_settings, settings_by_name
+from adammcmc.kernels.corrected import CarriedBatch
 from adammcmc.kernels.exact_adam import NoisyMoments
 from adammcmc.kernels.hamiltonian import Momentum
 from adammcmc.leaves import Leaves, Setting, blocks, by_chain, same, spread_settings
@@ -304,11 +305,30 @@ class StackedPotential:
             if not means.requires_grad:
                 raise ValueError("the loss does not depend on the weights by autograd: there is nothing to sample.")
             grad = torch.autograd.grad(means.sum(), leaves, allow_unused=True, materialize_grads=True)
-        if (prior_grad := stack.prior.grad(params)) is not None:
-            grad = tuple(g - q * by_chain(1 / self.scale, q) for g, q in zip(grad, prior_grad, strict=True))
+        grad = self._with_prior(grad, params)
         if self.known is None:
             self.known = params, grad
         return Evaluation(losses.detach(), log_prior, grad)
+
+    def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
+        stack, examples = self._stack, self._stack.examples
+        assert examples is not None
+        total = torch.zeros(len(weights), dtype=torch.float64, device=weights.device)
+        leaves = tuple(x.detach().requires_grad_() for x in params)
+        grad: Leaves = tuple(torch.zeros_like(x) for x in params)
+        rows = (weights != 0).any(0).nonzero().flatten()  # of all chains together: vmap wants one number of examples
+        if len(rows) > 0:
+            with torch.enable_grad(), stack.layers.modes():
+                losses, _ = stack.network.call(lambda _, rows: examples.losses(rows), leaves, stack.buffers, rows)
+                total = (losses.double() * weights[:, rows]).sum(1) / len(examples)
+                grad = torch.autograd.grad(total.sum(), leaves, allow_unused=True, materialize_grads=True)
+        return Evaluation(total.detach(), self.log_prior(params), self._with_prior(grad, params))
+
+    def _with_prior(self, grad: Leaves, params: Leaves) -> Leaves:
+        """The gradient of V: the loss's part and the prior's."""
+        if (prior_grad := self._stack.prior.grad(params)) is None:
+            return grad
+        return tuple(g - q * by_chain(1 / self.scale, q) for g, q in zip(grad, prior_grad, strict=True))
 
     def compare(self, current: Evaluation, proposed: Evaluation) -> Tensor:
         return potential_difference(self.scale, current, proposed)
@@ -616,6 +636,8 @@ class StackedSampler:
             return "the loss draws random numbers on the host"
         if not isinstance(self.generator, Streams):
             return "its noise needs Triton"
+        if getattr(self.kernel, "has_ragged_batches", False):
+            return "its batches have another size at each step"
         return None
 
     def _num_evaluations(self) -> int:
@@ -963,6 +985,8 @@ def _remembered(kernel: Any, fields: Sequence[Any]) -> Any:
     """The kernel's memory from its fields, as a saved state has them."""
     if isinstance(kernel, AdamMCMCKernel):
         return AdamMemory(tuple(fields[0]), tuple(fields[1]), tuple(fields[2]))
+    if isinstance(kernel, CorrectedMALAKernel):
+        return CarriedBatch(*fields)
     if len(fields) == 2 and isinstance(fields[1], Tensor):
         return Momentum(tuple(fields[0]), fields[1])
     return NoisyMoments(*(tuple(leaves) for leaves in fields))

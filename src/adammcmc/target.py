@@ -68,6 +68,13 @@ class Potential(Protocol):
         """The losses, the log prior and (if asked for) the gradient of V at `params`."""
         ...
 
+    def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
+        """With (1/n) sum_i w_i l_i, (chains,), float64, in the place of the mean loss, and with its gradient.
+
+        `weights`: (chains, num_examples). Only examples with a weight that is not zero in some chain are looked at.
+        """
+        ...
+
     def compare(self, current: Evaluation, proposed: Evaluation) -> Tensor:
         """U(proposed) - U(current), (chains,), from differences of single losses, in float64."""
         ...
@@ -161,6 +168,9 @@ class Density:
         return potential_difference(self.scale, current, proposed)
 
     def example_losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
+        raise TypeError("a density has no examples: it is the full data already.")
+
+    def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
         raise TypeError("a density has no examples: it is the full data already.")
 
 
