@@ -180,6 +180,20 @@ def test_a_run_is_diagnosed(home: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "d.json").read_text())["grade"] == "undecided"
 
 
+def test_a_report_is_written_beside_the_draws_or_where_one_says(home: Path, tmp_path: Path) -> None:
+    answer = ask("report", "runs/good", "-o", tmp_path / "page.html", "--title", "mine & <yours>")
+    assert answer.code == 0, answer.err
+    assert answer.out.strip() == f"report: {(tmp_path / 'page.html').as_uri()}"
+    text = (tmp_path / "page.html").read_text()
+    assert "mine &amp; &lt;yours&gt;" in text
+    assert "Is it right?" in text
+    shutil.copytree("runs/good", "runs/reported")
+    answer = ask("report", "runs/reported")
+    assert answer.code == 0, answer.err
+    assert Path("runs/reported/report.html").exists()
+    assert ask("diagnose", "runs/reported").code == 0  # and does not disturb the run
+
+
 def test_moments_alone_are_diagnosed_too(home: Path, tmp_path: Path) -> None:
     assert ask("sample", "good.toml", "-o", tmp_path / "run", "--set", "run.keep=moments").code == 0
     answer = ask("diagnose", tmp_path / "run")
@@ -255,7 +269,7 @@ def test_the_version_does_not_wait_for_torch() -> None:
     assert min(seconds) < 1
 
 
-@pytest.mark.parametrize("command", ["demo", "sample", "resume", "predict", "diagnose", "schema", "cite", "jets"])
+@pytest.mark.parametrize("command", ["demo", "sample", "resume", "predict", "diagnose", "report", "schema", "cite", "jets"])
 def test_every_command_has_help(command: str) -> None:
     answer = ask(command, "--help")
     assert answer.code == 0
@@ -354,7 +368,7 @@ BAD: list[tuple[list[str], int, str]] = [
     ([*SAMPLE, "--set", "prior.scale=-1"], 1, "[prior] `scale` must be positive and finite, got -1"),
     ([*SAMPLE, "--set", "prior.name=Laplace"], 1, "[prior] there is no 'Laplace'"),
     ([*SAMPLE, "--set", "acceptance.name=Fulldata"], 1, "[acceptance] there is no 'Fulldata': did you mean `FullData`?"),
-    ([*SAMPLE, "--set", "acceptance.chunk_size=3"], 1, "[acceptance] `name` must be one of AlwaysAccept, FullData, Minibatch"),
+    ([*SAMPLE, "--set", "acceptance.chunk_size=3"], 1, "[acceptance] `name` must be one of AlwaysAccept, Barker, Conf"),
     ([*SAMPLE, "--set", "run={}", "--set", "burn_in.target_acceptance=2"], 1, "[burn_in] `target_acceptance` must lie"),
     ([*SAMPLE, "--set", "loss.likelihood=gauss"], 1, "[loss] there is no likelihood 'gauss': did you mean `gaussian`?"),
     # the network
@@ -417,6 +431,11 @@ BAD: list[tuple[list[str], int, str]] = [
     (["resume", "full"], 1, "holds no run of adammcmc (it has no run.json)"),
     (["resume", "runs/good/chain-0"], 1, "the run is 'runs/good'"),
     (["diagnose", "a_file"], 1, "a_file"),
+    (["report", "runs/no_manifest"], 1, "holds no run of adammcmc"),
+    (["report", "runs/no_draws"], 1, "has no draws yet"),
+    (["report", "runs/good", "-o", "r.pdf"], 2, "must end in .html, got 'r.pdf'"),
+    (["report", "runs/good", "-o", "nowhere/r.html"], 2, "for --output does not exist"),
+    (["report", "runs/good", "wide.npy"], 1, "mat1 and mat2 shapes cannot be multiplied"),
     (["diagnose", "runs/no_manifest"], 1, "holds no run of adammcmc"),
     (["diagnose", "runs/not_json"], 1, "is not JSON"),
     (["diagnose", "runs/newer"], 1, "has format 99 of a newer version of adammcmc"),

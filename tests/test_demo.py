@@ -48,6 +48,9 @@ def test_the_demo_from_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert word in result.output
     assert picture.stat().st_size > 20_000
     assert picture.read_bytes().startswith(b"\x89PNG")
+    page = tmp_path / "picture.html"
+    assert "".join(result.output.split()).endswith("Report:" + page.as_uri())  # a terminal may break the line
+    assert "The examples with the largest mutual information" in page.read_text()
 
 
 def test_a_missing_folder_is_said_before_the_work() -> None:

@@ -130,6 +130,29 @@ def test_the_pages_on_calibration_and_diagnostics(tmp_path: Path, capsys: pytest
     assert [c.level for c in names["scores"].coverage] == [0.5, 0.68, 0.9, 0.95]
 
 
+def test_the_tutorial(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a training loop to a report, with fewer steps."""
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join(blocks("docs/tutorial.md"))
+    less = {
+        "range(1500)": "range(300)",
+        "burn_in=1000": "burn_in=150",
+        "len(draws) < 50": "len(draws) < 4",
+        "num_draws=150, gap=10, burn_in=1500": "num_draws=10, gap=2, burn_in=150",
+    }
+    for words, fewer in less.items():
+        assert words in code
+        code = code.replace(words, fewer)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    printed = capsys.readouterr().out
+    for words in ("trained: accuracy 0.", "| exact", "health: ", "1,000 examples: ", "4 chains, 10 draws each"):
+        assert words in printed
+    assert len(names["draws"]) == 4
+    assert names["prediction"].spread.shape == (1000, 2)
+    assert "Is it right?" in Path("moons.html").read_text()
+
+
 def test_the_page_on_the_command_line_is_that_of_the_code() -> None:
     """If this fails: python docs/commands.py"""
     made = runpy.run_path(str(ROOT / "docs" / "commands.py"))["page"]()

@@ -26,8 +26,8 @@ app = typer.Typer(
     name="adammcmc",
     help="Draw a neural network's weights from its posterior by Metropolis-Hastings around Adam steps, "
     "and be told what was sampled.",
-    epilog="In this order: schema (a configuration to start from), sample, diagnose, predict. Exit codes: 0 done, 1 an error, "
-    "2 the command line was not understood, 130 stopped by Ctrl-C. --debug, anywhere, shows the traceback of an error.",
+    epilog="In this order: schema (a configuration to start from), sample, diagnose, report, predict. Exit codes: 0 done, 1 an "
+    "error, 2 the command line was not understood, 130 stopped by Ctrl-C. --debug, anywhere, shows the traceback of an error.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -213,6 +213,29 @@ def diagnose(
 
 
 @app.command()
+def report(
+    run: Run,
+    data: Data = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The page, .html; its figures go to a folder beside it.", show_default=False),
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="Of the page.", show_default=False)] = None,
+    config: Again = None,
+) -> None:
+    """Write the report: one HTML page that needs no network, the verdict first.
+
+    Then traces, acceptance, self-tests, R-hat and effective draws; with held-out data the reliability, the spread and the most
+    uncertain examples. Without --output it goes into the folder of the run.
+    """
+    page = run / "report.html" if output is None else output
+    _check_output(page, ".html")
+    recipe, posterior = _opened(run, config)
+    examples = _examples(recipe, data) if len(posterior) else None
+    typer.echo(f"report: {posterior.report(page, examples, title=title).resolve().as_uri()}")
+
+
+@app.command()
 def schema() -> None:
     """Print a configuration with every key there is, and what it means: a file to start from.
 
@@ -292,7 +315,7 @@ def _stopping(path: Path) -> Iterator[None]:
 
 def _tell_what_came(posterior: Posterior, path: Path) -> None:
     typer.echo(str(posterior))
-    typer.echo(f"draws: {path}. Next: adammcmc diagnose {path}, adammcmc predict {path}")
+    typer.echo(f"draws: {path}. Next: adammcmc diagnose {path}, adammcmc report {path}, adammcmc predict {path}")
 
 
 def _show_forecast(recipe: Recipe, path: Path) -> None:
