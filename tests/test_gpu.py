@@ -23,23 +23,32 @@ from adammcmc import (
     AdamMCMC,
     AlwaysAccept,
     AsReleased,
+    Barker,
     Callback,
+    Confidence,
+    ControlVariate,
+    DataDensity,
     Event,
     ExactAdamMCMC,
     FullData,
     Gaussian,
     GaussianNLL,
+    Minibatch,
     NonFiniteLoss,
     OptimizerMCMC,
+    Penalty,
     Posterior,
     Sampler,
+    Sequential,
     TensorExamples,
+    Tuna,
     Underdamped,
     UniformBox,
     kernels,
     sample,
     sample_density,
 )
+from adammcmc.acceptance import ClampedLoss
 
 pytestmark = [
     pytest.mark.gpu,
@@ -213,6 +222,45 @@ def test_full_data_early_rejection_and_other_optimizers() -> None:
             sampler.step(lambda: F.cross_entropy(model(x[:64]), y[:64]))
     other = OptimizerMCMC(model.parameters(), torch.optim.SGD, lr=0.01, num_data=256, sigma=1e-3)
     other.step(lambda: F.cross_entropy(model(x), y))
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        Minibatch(50),
+        Penalty(50),
+        Barker(50),
+        Sequential(0.05, 50),
+        Confidence(0.5, None, 50),
+        Tuna(ClampedLoss(5.0), 0.0),
+    ],
+    ids=str,
+)
+def test_tests_that_choose_their_examples(test: Any) -> None:
+    """Where the data are; a density and a network; no graph holds them, and the reason is said."""
+    x = torch.randn(400, 3, device="cuda", dtype=torch.float64)
+    reference = torch.zeros(3, device="cuda", dtype=torch.float64)
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.softplus(x @ w)
+
+    target = DataDensity(
+        loss, x, prior=Gaussian(), batch_size=10, inverse_temperature=0.1, control_variate=ControlVariate(reference)
+    )
+    kernel = kernels.mala(0.01, acceptance=test)
+    draws, info = sample_density(target, reference.expand(20, 3).clone(), kernel, num_steps=10)
+    assert draws.is_cuda
+    assert bool(info.is_accepted.any())
+    assert bool((info.num_examples > 0).all())
+    model, inputs, targets = problem()
+    examples = TensorExamples(lambda a, b: F.cross_entropy(model(a), b, reduction="none"), inputs, targets)
+    sampler = MALA(
+        model.parameters(), 1e-3, num_data=256, prior=Gaussian(), acceptance=test, examples=examples, inverse_temperature=0.1
+    )
+    sampler.use_control_variate()
+    for _ in range(5):
+        sampler.step(lambda: F.cross_entropy(model(inputs[:64]), targets[:64]))
+    assert "looks at sums on the way" in (sampler._why_not_captured() or "")
 
 
 def test_bfloat16_weights_and_autocast() -> None:

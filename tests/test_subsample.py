@@ -170,11 +170,11 @@ def test_every_test_accepts_as_it_promises(name: str, log_ratio: float, spread: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", [0.3, 6.0, 12.0, 20.0])
-@pytest.mark.parametrize("log_ratio", [-3.0, -1.0, -0.3, 0.0, 0.5, 2.0])
+@pytest.mark.parametrize("spread", [6.0, 20.0])
+@pytest.mark.parametrize("log_ratio", [-2.0, -0.3, 0.5])
 @pytest.mark.parametrize("name", CONTRACT)
 def test_every_test_accepts_as_it_promises_to_a_percent(name: str, log_ratio: float, spread: float) -> None:
-    check_promise(CONTRACT[name], log_ratio, spread, 40_000)
+    check_promise(CONTRACT[name], log_ratio, spread, 20_000)
 
 
 def equal_changes(y: float, chi: float) -> tuple[Tuna, Tensor, float]:

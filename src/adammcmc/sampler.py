@@ -429,7 +429,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         Tests that choose their own examples (`Barker`, `Tuna`, ...) then estimate only what the gradients at the reference do
         not foresee, which is little while the chain stays near. Call it once, at the end of burn-in: it costs a pass over the
         data with gradients, and at each example that a test looks at about three forwards more. The loss must be twice
-        differentiable.
+        differentiable. (Chains of a stack have none.)
         """
         if self._examples is None:
             raise PerExampleLossRequired(
