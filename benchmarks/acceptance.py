@@ -420,6 +420,18 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def write_tables(page: Path, results: dict[str, Any]) -> None:
+    """Put the tables in the place of those that the page has, which come in the same order."""
+    text = page.read_text()
+    at = 0
+    for fresh in tables(results).values():
+        start = text.index(fresh.splitlines()[0], at)
+        end = text.index("\n\n", start)
+        text = text[:start] + fresh + text[end:]
+        at = start + len(fresh)
+    page.write_text(text)
+
+
 _PROBLEMS: dict[str, Problem] = {}
 
 
@@ -443,6 +455,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs=2, default=(2000, 50_000), help="of the two problems")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, help="a page of the docs whose tables are to be these")
     options = parser.parse_args(argv)
     began = time.perf_counter()
     torch.set_num_threads(1)
@@ -470,6 +483,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\n{results['about']['seconds']:.0f} s")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(results, indent=1) + "\n")
+    if options.page is not None:
+        write_tables(options.page, results)
 
 
 if __name__ == "__main__":

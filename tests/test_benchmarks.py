@@ -96,8 +96,9 @@ def test_the_captured_adam_is_adam(options: dict[str, bool]) -> None:
 
 
 def test_acceptance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "acceptance.json"
-    acceptance.main(f"--length 0.001 --chains 0.05 --cores 1 --rows 1200 3000 --output {output}".split())
+    output, page = tmp_path / "acceptance.json", tmp_path / "acceptance.md"
+    page.write_text((acceptance.RESULTS.parent.parent.parent / "docs" / "acceptance.md").read_text())
+    acceptance.main(f"--length 0.001 --chains 0.05 --cores 1 --rows 1200 3000 --output {output} --page {page}".split())
     printed = capsys.readouterr().out
     found = json.loads(output.read_text())
     assert len(found["tests"]) == sum(
@@ -108,6 +109,8 @@ def test_acceptance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 <= row["data"] <= 1.5
     assert all(row["gain"] == 1 and row["data"] == 1 for row in found["tests"] if row["test"] == "`FullData()`")
     assert acceptance.table(found["tests"][:3]).splitlines()[-1] in printed
+    assert all(text in page.read_text() for text in acceptance.tables(found).values())
+    assert "`Minibatch(5000)`" not in page.read_text()
 
 
 def test_the_truth_of_the_logistic_problem_is_that_of_quadrature() -> None:
