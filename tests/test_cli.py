@@ -76,7 +76,13 @@ def test_a_run_remembers_its_configuration(home: Path) -> None:
     assert len(posterior) == 6
     assert "AdamMCMC (Algorithm 1)" in posterior.target
     remembered = json.loads((home / "runs" / "good" / "run.json").read_text())["config"]
-    assert remembered == {"text": (home / "good.toml").read_text(), "changes": [], "folder": "../..", "name": "good"}
+    assert remembered == {
+        "text": (home / "good.toml").read_text(),
+        "changes": [],
+        "file": "good.toml",
+        "folder": str(home),
+        "from_run": "../..",
+    }
 
 
 def test_sampling_from_the_shell_is_sampling_from_python(home: Path) -> None:
@@ -163,6 +169,7 @@ def test_regression_is_predicted(tmp_path: Path) -> None:
     answer = ask("sample", tmp_path / "sine.toml")
     assert answer.code == 0, answer.err
     assert "trained: 20 steps of Adam" in answer.out
+    assert "samples p(theta) ~ exp(-lambda * sum_i loss_i) * prior | lambda = 1 (T = 1), n = 60" in answer.out
     answer = ask("predict", tmp_path / "runs" / "sine")
     assert "201 examples, 4 draws; root mean square error" in answer.out
     assert "largest spread" in answer.out
@@ -286,11 +293,10 @@ def test_ctrl_c_keeps_what_there_is_and_says_how_to_go_on(home: Path, tmp_path: 
 
 
 def test_ctrl_c_before_the_first_step(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: object) -> None:
+    def stop(*_: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("adammcmc.recipe.sample", stop)
-    monkeypatch.setattr("adammcmc.recipe.Recipe.sample", stop)
     answer = ask("sample", "good.toml", "-o", tmp_path / "run")
     assert answer == Answer(130, "", "stopped before the first step; nothing is kept.\n")
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from adammcmc.callbacks import Callback, Event
 from adammcmc.config import Choice, Config, named_things, read_config, read_text
 from adammcmc.data import as_data, to_device
 from adammcmc.errors import StoreMismatch
@@ -33,7 +34,7 @@ from adammcmc.target import Prior
 from adammcmc.tasks import TASKS, Task
 from adammcmc.tuning import BurnIn
 
-__all__ = ["Recipe", "Source", "find", "load_data", "prepare"]
+__all__ = ["Announcement", "Recipe", "Source", "find", "load_data", "prepare"]
 
 _LOSSES: dict[str, Callable[..., Any]] = {
     "cross_entropy": F.cross_entropy,
@@ -53,13 +54,13 @@ class Source(NamedTuple):
     changes: tuple[str, ...]
     """What was set on the command line."""
     folder: Path
-    name: str
-    """Of the file, without its ending."""
+    file: str
+    """Its name in that folder."""
 
     @classmethod
     def of_file(cls, path: Path, changes: Sequence[str] = ()) -> Source:
         """A file, with changes on top."""
-        return cls(read_text(path), tuple(changes), path.absolute().parent, path.stem)
+        return cls(read_text(path), tuple(changes), path.absolute().parent, path.name)
 
     @classmethod
     def of_run(cls, path: Path) -> Source:
@@ -70,8 +71,35 @@ class Source(NamedTuple):
                 f"the run in '{path}' was not made by `adammcmc sample`: it does not say how to make its network. Give "
                 "--config, a TOML file that names it, or use adammcmc.Posterior.open(path, model) in Python."
             )
-        folder = (path / remembered["folder"]).resolve()
-        return cls(remembered["text"], tuple(remembered["changes"]), folder, remembered["name"])
+        # as seen from the run, which may have moved with it; through links or not; where it was
+        places = [
+            Path(os.path.normpath(path.absolute() / remembered["from_run"])),
+            (path / remembered["from_run"]).resolve(),
+            Path(remembered["folder"]),
+        ]
+        folder = next((place for place in places if (place / remembered["file"]).is_file()), places[-1])
+        return cls(remembered["text"], tuple(remembered["changes"]), folder, remembered["file"])
+
+    def as_json(self, path: Path) -> dict[str, Any]:
+        """For `of_run`, as the run in this folder keeps it."""
+        return {
+            "text": self.text,
+            "changes": list(self.changes),
+            "file": self.file,
+            "folder": str(self.folder),
+            "from_run": os.path.relpath(self.folder, path),
+        }
+
+
+class Announcement(Callback):
+    """Says what is sampled, when the first chain begins."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def on_start(self, event: Event) -> None:
+        if event.chain == 0:
+            self._say(event.sampler.describe())
 
 
 @dataclass(frozen=True)
@@ -107,14 +135,14 @@ class Recipe:
             "path": path,
         }
         if path is not None:
-            options["config"] = self.source._asdict() | {"folder": os.path.relpath(self.source.folder, path)}
+            options["config"] = self.source.as_json(path)
         return sample(self.model, self.train, self.loss, **(options | changes))
 
     @property
     def path(self) -> Path:
         """Where the configuration wants its draws, relative to the working directory if it is inside."""
         given = self.config.run.path
-        path = self.source.folder / (Path("runs", self.source.name) if given is None else Path(given).expanduser())
+        path = self.source.folder / (Path("runs", Path(self.source.file).stem) if given is None else Path(given).expanduser())
         return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
     @property
