@@ -114,7 +114,7 @@ def test_the_pages_on_calibration_and_diagnostics(tmp_path: Path, capsys: pytest
     less = {
         "range(3000)": "range(300)",
         "num_draws=200, gap=25, burn_in=2000": "num_draws=10, gap=2, burn_in=100",
-        "num_draws=100, gap=10, burn_in=1000": "num_draws=10, gap=2, burn_in=100",
+        "num_draws=100, gap=25, burn_in=2000": "num_draws=10, gap=2, burn_in=100",
     }
     for words, fewer in less.items():
         assert words in code
