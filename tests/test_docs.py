@@ -124,6 +124,26 @@ def test_the_configuration_on_the_page_can_be_read() -> None:
     assert config.run.num_chains == 4
 
 
+def test_the_pages_on_calibration_and_diagnostics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One after the other, as they are read, with fewer steps."""
+    code = "\n".join([*blocks("docs/calibration.md"), *blocks("docs/diagnostics.md")])
+    less = {
+        "range(3000)": "range(300)",
+        "num_draws=200, gap=25, burn_in=2000": "num_draws=10, gap=2, burn_in=100",
+        "num_draws=100, gap=25, burn_in=2000": "num_draws=10, gap=2, burn_in=100",
+    }
+    for words, fewer in less.items():
+        assert words in code
+        code = code.replace(words, fewer)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    printed = capsys.readouterr().out
+    for words in ("trained: 0.", "2,000 examples: ", "by mutual information  AUROC 0.", "4 chains, 10 draws each"):
+        assert words in printed
+    assert names["data"].posterior["prediction"].shape == (4, 10, 198)
+    assert [c.level for c in names["scores"].coverage] == [0.5, 0.68, 0.9, 0.95]
+
+
 @pytest.mark.parametrize("name", ["jets", "others"])
 def test_the_bundled_jets_are_those_of_the_page(name: str) -> None:
     [written] = re.findall(rf"`{name}\.npz` \| (\w+)", (ROOT / "docs" / "jets.md").read_text())

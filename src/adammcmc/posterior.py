@@ -368,7 +368,7 @@ class Posterior:
         stats = {name: _column(records, column, len(chains)).numpy() for name, column in names.items()}
         stats["lp"] = -stats["potential"]
         attributes = {"target": self.target, "inference_library": "adammcmc"}
-        return arviz.from_dict(posterior=variables, sample_stats=stats, coords=coords, dims=dims, attrs=attributes)
+        return arviz.from_dict(posterior=variables, sample_stats=stats, coords=coords, dims=dims, posterior_attrs=attributes)
 
     def _likelihood(self, given: str | Likelihood | None, forward: Forward | None) -> Likelihood:
         if given is not None:

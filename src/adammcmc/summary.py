@@ -66,8 +66,7 @@ class Row:
     rhat: float
     """The largest; NaN for one chain, or where nothing moves."""
     rhat_limit: float
-    """Above which it says that chains have not mixed: 1.01, or what chance explains for so few draws and so many numbers (95%,
-    Bonferroni), but never more than 1.05."""
+    """Above which chains have not mixed: 1.01, or what chance explains (`rhat_by_chance`), but never more than 1.05."""
     ess_bulk: float
     """The smallest."""
     ess_tail: float
@@ -233,37 +232,42 @@ def summarize(
 def _row(series: Series, *, alone: bool) -> Row:
     values = series.values.double()
     values = values.reshape(*values.shape[:2], -1)
-    parts = [values[i : i + 1] for i in range(len(values))] if alone else [values]
+    count = values.shape[2]
+    single = [values[i : i + 1] for i in range(len(values))]
+    parts = single if alone else [values]
 
-    def of_all(function: Callable[[Tensor], Tensor]) -> Tensor:
-        """NaN where a number is the same in all draws: of a saturated probability there is nothing to say."""
-        return torch.cat([torch.where((part == part[0, 0]).all(0).all(0), torch.nan, function(part)) for part in parts])
+    def of_parts(function: Callable[[Tensor], Tensor]) -> Tensor:
+        """(parts, numbers). NaN for a number that never changes: of a saturated probability there is nothing to say."""
+        return torch.stack([torch.where((part == part[0, 0]).all(0).all(0), torch.nan, function(part)) for part in parts])
 
-    ratios, bulk, tail = of_all(rhat), of_all(ess_bulk), of_all(ess_tail)
-    numbers = _largest(ratios), -_largest(-bulk), -_largest(-tail)
-    chance = rhat_by_chance(bulk, len(parts[0]), values.shape[2]).clamp(_MIXED, _NEARLY_MIXED)
-    limit = float(chance[ratios.nan_to_num(nan=0.0).argmax()]) if not math.isnan(numbers[0]) else math.nan
-    is_one = values.shape[2] == 1
-    mean = float(values.mean()) if is_one else math.nan
-    error, spread = (float(mcse_mean(values)), float(values.std())) if is_one and values.numel() > 1 else (math.nan, math.nan)
-    judged = series.is_judged
+    ratios, bulk, tail = of_parts(rhat), of_parts(ess_bulk), of_parts(ess_tail)
+    # draws of each chain by itself: what chains disagree in must not excuse their disagreement
+    own_ess = torch.stack([torch.minimum(ess_bulk(chain), ess_tail(chain)) for chain in single]).sum(0)
+    chance = rhat_by_chance(own_ess, len(values), count)
+    limits = chance.clamp(_MIXED, _NEARLY_MIXED)
+    worst = int(ratios.nan_to_num(nan=0.0).amax(0).argmax())
+    ess = -_largest(-bulk), -_largest(-tail)
+    verdict = series.why
+    if series.is_judged:
+        is_apart, is_mixed = bool((ratios > chance.clamp_min(_APART)).any()), not bool((ratios > limits).any())
+        verdict = _verdict(values, is_apart, is_mixed, min(ess))
     return Row(
         name=series.name,
         kind=series.kind,
-        count=values.shape[2],
-        mean=mean,
-        mean_error=error,
-        spread=spread,
-        rhat=numbers[0],
-        rhat_limit=limit,
-        ess_bulk=numbers[1],
-        ess_tail=numbers[2],
-        is_judged=judged,
-        verdict=_verdict(values, numbers[0], limit, min(numbers[1:])) if judged else series.why,
+        count=count,
+        mean=float(values.mean()) if count == 1 else math.nan,
+        mean_error=float(mcse_mean(values)) if count == 1 else math.nan,
+        spread=float(values.std(correction=0)) if count == 1 else math.nan,
+        rhat=_largest(ratios),
+        rhat_limit=float(limits[worst]),
+        ess_bulk=ess[0],
+        ess_tail=ess[1],
+        is_judged=series.is_judged,
+        verdict=verdict,
     )
 
 
-def _verdict(values: Tensor, ratio: float, limit: float, ess: float) -> str:
+def _verdict(values: Tensor, is_apart: bool, is_mixed: bool, ess: float) -> str:
     chains, draws, _ = values.shape
     if not bool(values.isfinite().all()):
         return "not finite"
@@ -271,9 +275,9 @@ def _verdict(values: Tensor, ratio: float, limit: float, ess: float) -> str:
         return "too few draws"
     if bool((values == values[:, :1]).all()):
         return "does not move"
-    if ratio > _APART:
+    if is_apart:
         return "chains disagree"
-    if ratio > limit:
+    if not is_mixed:
         return "not mixed"
     if not ess >= _ENOUGH_DRAWS:
         return "few draws"
@@ -328,8 +332,8 @@ def _of_series(
     elif differ_in:
         says = f"chains differ in {', '.join(differ_in)}: each was looked at alone, and whether they agree was not asked"
         found.append(Finding("one chain", says))
-    elif apart := [(s, row) for s, row in moving if row.rhat > row.rhat_limit]:
-        found.append(_disagreement(chains, *max(apart, key=lambda pair: pair[1].rhat)))
+    elif apart := [(s, row) for s, row in moving if row.verdict in ("chains disagree", "not mixed")]:
+        found.append(_disagreement(chains, *max(apart, key=lambda pair: (pair[1].verdict == "chains disagree", pair[1].rhat))))
     if few := [row for _, row in moving if not min(row.ess_bulk, row.ess_tail) >= _ENOUGH_DRAWS]:
         row = min(few, key=lambda row: min(row.ess_bulk, row.ess_tail))
         least = min(row.ess_bulk, row.ess_tail)
@@ -339,7 +343,7 @@ def _of_series(
 
 
 def _disagreement(chains: Sequence[int], series: Series, row: Row) -> Finding:
-    if row.rhat <= _APART:
+    if row.verdict == "not mixed":
         says = f"not mixed yet: R-hat of {row.name} is {row.rhat:.3f}, above {row.rhat_limit:.3g}; go on"
         return Finding("not mixed", says)
     odd = ""
@@ -347,7 +351,7 @@ def _disagreement(chains: Sequence[int], series: Series, row: Row) -> Finding:
     if len(chains) > 2:
         without = {c: _largest(rhat(values[[j for j in range(len(chains)) if j != i]])) for i, c in enumerate(chains)}
         chain, rest = min(without.items(), key=lambda item: item[1])
-        odd = f"; chain {chain} stands apart from the others" if rest < (1 + row.rhat) / 2 and rest < _APART else ""
+        odd = f"; chain {chain} stands apart from the others" if rest - 1 < (row.rhat - 1) / 3 else ""
     says = f"chains disagree: R-hat of {row.name} is {row.rhat:.2f}{odd}. They have not met, and may never meet"
     return Finding("chains disagree", says)
 
