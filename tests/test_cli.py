@@ -164,6 +164,17 @@ def test_inputs_alone_are_predicted_too(home: Path) -> None:
     assert "40 examples, 6 draws; accuracy" in answer.out
 
 
+def test_who_predicts_needs_no_training_data(home: Path, tmp_path: Path) -> None:
+    furnish(tmp_path)
+    assert ask("sample", tmp_path / "good.toml").code == 0
+    (tmp_path / "train.npz").unlink()
+    assert ask("predict", tmp_path / "runs" / "good").code == 0
+    assert ask("diagnose", tmp_path / "runs" / "good").code == 0
+    answer = ask("resume", tmp_path / "runs" / "good", "--draws", 8)
+    assert answer.code == 1
+    assert "[data] `train`: there is no file" in answer.err
+
+
 def test_regression_is_predicted(tmp_path: Path) -> None:
     (tmp_path / "sine.toml").write_text('task = "sine"\n[training]\nsteps = 20\n[run]\nnum_draws = 4\ngap = 1\nburn_in = 10\n')
     answer = ask("sample", tmp_path / "sine.toml")
@@ -483,11 +494,10 @@ def test_debug_shows_the_traceback_wherever_it_stands(home: Path) -> None:
     assert ask("diagnose", "--", "--debug").err.startswith("adammcmc: '--debug' does not exist")
 
 
+@pytest.mark.filterwarnings("always::UserWarning:adammcmc")
 def test_a_warning_is_one_line(home: Path, tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "adammcmc", "sample", "good.toml", "-o", str(tmp_path / "run"), "--set", "burn_in.num_steps=3",
-         "--set", "run={num_draws=1, gap=1}", "--set", "sampler.sigma=10.0"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert result.stderr.startswith("adammcmc: warning: burn-in reached an acceptance of")
-    assert result.stderr.count("\n") == 1
+    changes = ["burn_in.num_steps=3", "run={num_draws=1, gap=1}", "sampler.sigma=10.0"]
+    answer = ask("sample", "good.toml", "-o", tmp_path / "run", *(word for change in changes for word in ("--set", change)))
+    assert answer.code == 0
+    assert answer.err.startswith("adammcmc: warning: burn-in reached an acceptance of")
+    assert answer.err.count("\n") == 1

@@ -109,11 +109,28 @@ class Recipe:
     config: Config
     source: Source
     model: nn.Module
-    train: Any
-    test: Any
-    """None where there are no held-out data."""
     loss: Callable[..., Any]
+    task: Task | None
     training_steps: int
+
+    @functools.cached_property
+    def train(self) -> Any:
+        """The training data, read when they are asked for: who only predicts need not have them."""
+        if self.task is not None:
+            return self.task.train
+        assert self.config.data.train is not None
+        return self._load("[data] `train`", self.config.data.train, self.config.data.arguments)
+
+    @functools.cached_property
+    def test(self) -> Any:
+        """Held-out data; None where there are none."""
+        if self.config.data.test is not None:
+            return self._load("[data] `test`", self.config.data.test, {})
+        return None if self.task is None else self.task.test
+
+    def _load(self, place: str, what: str | list[str], arguments: dict[str, Any]) -> Any:
+        keys = self.config.data.keys
+        return load_data(what, self.source.folder, self.model, place=place, keys=keys, arguments=arguments)
 
     def sample(self, path: Path | None, **changes: Any) -> Posterior:
         """Draw, as the configuration says; `changes` are arguments of `adammcmc.sample`."""
@@ -155,6 +172,7 @@ class Recipe:
 
     def train_first(self, *, progress: bool = True) -> float | None:
         """Try the loss out, and train by Adam if the configuration asks for it. Returns the last loss, or None."""
+        _ = self.test  # what is wrong with it is said before the work
         torch.manual_seed(self.config.run.seed)
         data = as_data(self.train, self.config.run.batch_size, self.config.data.num_data)
         data.restart(self.config.run.seed)
@@ -201,7 +219,7 @@ class Recipe:
 
 
 def prepare(source: Source) -> Recipe:
-    """Read a configuration and load what it names."""
+    """Read a configuration and make what it names."""
     config, folder = read_config(source.text, source.changes), source.folder
     torch.manual_seed(config.run.seed)  # the first weights
     task = None if config.task is None else TASKS[config.task]()
@@ -210,11 +228,10 @@ def prepare(source: Source) -> Recipe:
         _load_weights(model, folder / config.model.weights)
     if config.model.mode is not None:
         model.train(config.model.mode == "train")
-    train, test = _data(config, folder, task, model)
     steps = config.training.steps
     if steps is None:
         steps = 0 if task is None or config.model.weights is not None else task.training_steps
-    return Recipe(config, source, model, train, test, _loss(config, folder) if task is None else task.loss, steps)
+    return Recipe(config, source, model, _loss(config, folder) if task is None else task.loss, task, steps)
 
 
 # --- what a configuration names -------------------------------------------------------------------------------------------
@@ -308,21 +325,6 @@ def _loss(config: Config, folder: Path) -> Callable[..., Any]:
     if not callable(thing):
         raise ValueError(f"{place}: {name} must be a function, got {type(thing).__name__}.")
     return thing
-
-
-def _data(config: Config, folder: Path, task: Task | None, model: nn.Module) -> tuple[Any, Any]:
-    """What to train on, and what is held out."""
-    section = config.data
-
-    def load(place: str, what: str | list[str], arguments: dict[str, Any]) -> Any:
-        return load_data(what, folder, model, place=place, keys=section.keys, arguments=arguments)
-
-    if task is not None:
-        held_out = task.test if section.test is None else load("[data] `test`", section.test, {})
-        return task.train, held_out
-    assert section.train is not None
-    train = load("[data] `train`", section.train, section.arguments)
-    return train, None if section.test is None else load("[data] `test`", section.test, {})
 
 
 def load_data(
