@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -494,10 +495,11 @@ def test_debug_shows_the_traceback_wherever_it_stands(home: Path) -> None:
     assert ask("diagnose", "--", "--debug").err.startswith("adammcmc: '--debug' does not exist")
 
 
-@pytest.mark.filterwarnings("always::UserWarning:adammcmc")
 def test_a_warning_is_one_line(home: Path, tmp_path: Path) -> None:
     changes = ["burn_in.num_steps=3", "run={num_draws=1, gap=1}", "sampler.sigma=10.0"]
-    answer = ask("sample", "good.toml", "-o", tmp_path / "run", *(word for change in changes for word in ("--set", change)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        answer = ask("sample", "good.toml", "-o", tmp_path / "run", *(word for change in changes for word in ("--set", change)))
     assert answer.code == 0
     assert answer.err.startswith("adammcmc: warning: burn-in reached an acceptance of")
     assert answer.err.count("\n") == 1
