@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer
 
 import adammcmc
 from adammcmc.store import FolderStore
@@ -311,6 +312,16 @@ def test_ctrl_c_before_the_first_step(home: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("adammcmc.recipe.sample", stop)
     answer = ask("sample", "good.toml", "-o", tmp_path / "run")
     assert answer == Answer(130, "", "stopped before the first step; nothing is kept.\n")
+
+
+def test_ctrl_c_elsewhere_is_silent(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (KeyboardInterrupt, typer.Abort):
+
+        def stop(*_: object, error: type[BaseException] = error) -> None:
+            raise error
+
+        monkeypatch.setattr("adammcmc.citation.bibtex", stop)
+        assert ask("cite") == Answer(130, "", "")
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------------
