@@ -108,10 +108,10 @@ def test_detection_equals_scikit_learn_and_torchmetrics(name: str, share: float)
     finite = scores.nan_to_num(posinf=1e3).double().numpy()  # scikit-learn takes no infinities
     auroc = calibration.auroc(scores, y).value
     assert auroc == pytest.approx(sklearn.metrics.roc_auc_score(y.numpy(), finite))
-    ap = calibration.average_precision(scores, y)
+    ap = calibration.average_precision(scores, y).value
     assert ap == pytest.approx(sklearn.metrics.average_precision_score(y.numpy(), finite))
     fpr, tpr, _ = sklearn.metrics.roc_curve(y.numpy(), finite, drop_intermediate=False)
-    assert calibration.fpr_at_tpr(scores, y) == pytest.approx(fpr[tpr >= 0.95 - 1e-12].min())
+    assert calibration.fpr_at_tpr(scores, y).value == pytest.approx(fpr[tpr >= 0.95 - 1e-12].min())
     probabilities = torch.tensor(finite).argsort().argsort() if name == "smooth" else None
     if probabilities is not None:  # torchmetrics wants probabilities: the ranks will do
         ranks = probabilities.double() / 300
@@ -119,7 +119,7 @@ def test_detection_equals_scikit_learn_and_torchmetrics(name: str, share: float)
         assert ap == pytest.approx(float(TM.classification.binary_average_precision(ranks, y)), rel=1e-5)
     found = calibration.detection(scores[y == 0].double(), scores[y == 1].double())
     assert (found.auroc.value, found.aupr.value) == pytest.approx((auroc, ap))
-    assert found.fpr95.value == pytest.approx(calibration.fpr_at_tpr(scores, y))
+    assert found.fpr95 == pytest.approx(calibration.fpr_at_tpr(scores, y))
 
 
 # --- the errors ------------------------------------------------------------------------------------------------------------

@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import typer
 
 import adammcmc
 from adammcmc.store import FolderStore
@@ -76,7 +78,13 @@ def test_a_run_remembers_its_configuration(home: Path) -> None:
     assert len(posterior) == 6
     assert "AdamMCMC (Algorithm 1)" in posterior.target
     remembered = json.loads((home / "runs" / "good" / "run.json").read_text())["config"]
-    assert remembered == {"text": (home / "good.toml").read_text(), "changes": [], "folder": "../..", "name": "good"}
+    assert remembered == {
+        "text": (home / "good.toml").read_text(),
+        "changes": [],
+        "file": "good.toml",
+        "folder": str(home),
+        "from_run": "../..",
+    }
 
 
 def test_sampling_from_the_shell_is_sampling_from_python(home: Path) -> None:
@@ -158,11 +166,23 @@ def test_inputs_alone_are_predicted_too(home: Path) -> None:
     assert "40 examples, 6 draws; accuracy" in answer.out
 
 
+def test_who_predicts_needs_no_training_data(home: Path, tmp_path: Path) -> None:
+    furnish(tmp_path)
+    assert ask("sample", tmp_path / "good.toml").code == 0
+    (tmp_path / "train.npz").unlink()
+    assert ask("predict", tmp_path / "runs" / "good").code == 0
+    assert ask("diagnose", tmp_path / "runs" / "good").code == 0
+    answer = ask("resume", tmp_path / "runs" / "good", "--draws", 8)
+    assert answer.code == 1
+    assert "[data] `train`: there is no file" in answer.err
+
+
 def test_regression_is_predicted(tmp_path: Path) -> None:
     (tmp_path / "sine.toml").write_text('task = "sine"\n[training]\nsteps = 20\n[run]\nnum_draws = 4\ngap = 1\nburn_in = 10\n')
     answer = ask("sample", tmp_path / "sine.toml")
     assert answer.code == 0, answer.err
     assert "trained: 20 steps of Adam" in answer.out
+    assert "samples p(theta) ~ exp(-lambda * sum_i loss_i) * prior | lambda = 1 (T = 1), n = 60" in answer.out
     answer = ask("predict", tmp_path / "runs" / "sine")
     assert "201 examples, 4 draws; root mean square error" in answer.out
     assert "largest spread" in answer.out
@@ -300,13 +320,22 @@ def test_ctrl_c_keeps_what_there_is_and_says_how_to_go_on(home: Path, tmp_path: 
 
 
 def test_ctrl_c_before_the_first_step(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: object) -> None:
+    def stop(*_: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("adammcmc.recipe.sample", stop)
-    monkeypatch.setattr("adammcmc.recipe.Recipe.sample", stop)
     answer = ask("sample", "good.toml", "-o", tmp_path / "run")
     assert answer == Answer(130, "", "stopped before the first step; nothing is kept.\n")
+
+
+def test_ctrl_c_elsewhere_is_silent(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (KeyboardInterrupt, typer.Abort):
+
+        def stop(*_: object, error: type[BaseException] = error) -> None:
+            raise error
+
+        monkeypatch.setattr("adammcmc.citation.bibtex", stop)
+        assert ask("cite") == Answer(130, "", "")
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------------
@@ -497,10 +526,10 @@ def test_debug_shows_the_traceback_wherever_it_stands(home: Path) -> None:
 
 
 def test_a_warning_is_one_line(home: Path, tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "adammcmc", "sample", "good.toml", "-o", str(tmp_path / "run"), "--set", "burn_in.num_steps=3",
-         "--set", "run={num_draws=1, gap=1}", "--set", "sampler.sigma=10.0"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert result.stderr.startswith("adammcmc: warning: burn-in reached an acceptance of")
-    assert result.stderr.count("\n") == 1
+    changes = ["burn_in.num_steps=3", "run={num_draws=1, gap=1}", "sampler.sigma=10.0"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        answer = ask("sample", "good.toml", "-o", tmp_path / "run", *(word for change in changes for word in ("--set", change)))
+    assert answer.code == 0
+    assert answer.err.startswith("adammcmc: warning: burn-in reached an acceptance of")
+    assert answer.err.count("\n") == 1

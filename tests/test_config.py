@@ -114,7 +114,7 @@ def test_changes(change: str, result: dict[str, Any] | None) -> None:
     assert table == result
 
 
-MANY = pytest.mark.parametrize("number", [100, pytest.param(3000, marks=pytest.mark.slow)])
+MANY = pytest.mark.parametrize("number", [100, pytest.param(1000, marks=pytest.mark.slow)])
 
 # --- nothing shows a traceback --------------------------------------------------------------------------------------------
 

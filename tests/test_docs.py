@@ -110,26 +110,6 @@ def test_the_page_on_jets_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert "288 jets: accuracy 0." in capsys.readouterr().out
 
 
-def test_the_pages_on_calibration_and_diagnostics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One after the other, as they are read, with fewer steps."""
-    code = "\n".join([*blocks("docs/calibration.md"), *blocks("docs/diagnostics.md")])
-    less = {
-        "range(3000)": "range(300)",
-        "num_draws=200, gap=25, burn_in=2000": "num_draws=10, gap=2, burn_in=100",
-        "num_draws=100, gap=10, burn_in=1000": "num_draws=10, gap=2, burn_in=100",
-    }
-    for words, fewer in less.items():
-        assert words in code
-        code = code.replace(words, fewer)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    printed = capsys.readouterr().out
-    for words in ("trained: 0.", "2,000 examples: ", "by mutual information  AUROC 0.", "4 chains, 10 draws each"):
-        assert words in printed
-    assert names["data"].posterior["prediction"].shape == (4, 10, 198)
-    assert [c.level for c in names["scores"].coverage] == [0.5, 0.68, 0.9, 0.95]
-
-
 def test_the_tutorial(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """From a training loop to a report, with fewer steps."""
     monkeypatch.chdir(tmp_path)
@@ -165,6 +145,26 @@ def test_the_configuration_on_the_page_can_be_read() -> None:
     assert config.sampler is not None
     assert config.sampler.options["sigma"] == [1e-4, 3e-4, 1e-3, 3e-3]
     assert config.run.num_chains == 4
+
+
+def test_the_pages_on_calibration_and_diagnostics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One after the other, as they are read, with fewer steps."""
+    code = "\n".join([*blocks("docs/calibration.md"), *blocks("docs/diagnostics.md")])
+    less = {
+        "range(3000)": "range(300)",
+        "num_draws=200, gap=25, burn_in=2000": "num_draws=10, gap=2, burn_in=100",
+        "num_draws=100, gap=25, burn_in=2000": "num_draws=10, gap=2, burn_in=100",
+    }
+    for words, fewer in less.items():
+        assert words in code
+        code = code.replace(words, fewer)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    printed = capsys.readouterr().out
+    for words in ("trained: 0.", "2,000 examples: ", "by mutual information  AUROC 0.", "4 chains, 10 draws each"):
+        assert words in printed
+    assert names["data"].posterior["prediction"].shape == (4, 10, 198)
+    assert [c.level for c in names["scores"].coverage] == [0.5, 0.68, 0.9, 0.95]
 
 
 @pytest.mark.parametrize("name", ["jets", "others"])

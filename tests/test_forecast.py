@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:adammcmc")
 
 
 def test_a_forecast_is_near_the_truth(tmp_path: Path) -> None:
-    recipe = prepare(Source(TEXT, (), tmp_path, "a"))
+    recipe = prepare(Source(TEXT, (), tmp_path, "a.toml"))
     said = forecast(recipe)
     began = time.perf_counter()
     posterior = recipe.sample(tmp_path / "run", progress=False)
@@ -46,7 +46,7 @@ def test_a_forecast_is_near_the_truth(tmp_path: Path) -> None:
 )
 def test_the_length_of_burn_in(changes: list[str], steps: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adammcmc.forecast._ENOUGH_SECONDS", 0.0)
-    recipe = prepare(Source(TEXT, tuple(changes), Path(), "a"))
+    recipe = prepare(Source(TEXT, tuple(changes), Path(), "a.toml"))
     assert forecast(recipe).burn_in == steps
     [line] = [line for line in forecast_lines(forecast(recipe), recipe, Path("runs/a")) if line.startswith("time: ")]
     assert ("thousands of steps" in line) == (steps is None)

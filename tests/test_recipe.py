@@ -28,7 +28,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
 
 
 def made(home: Path, *changes: str, text: str = GOOD) -> Recipe:
-    return prepare(Source(text, changes, home, "good"))
+    return prepare(Source(text, changes, home, "good.toml"))
 
 
 def test_the_first_weights_depend_on_the_seed_alone(home: Path) -> None:
@@ -109,8 +109,8 @@ def test_samplers(home: Path) -> None:
     }
     scan = given_options(made(home, "sampler.sigma=[0.1, 0.2]").sampler())["sigma"]
     assert torch.equal(scan, torch.tensor([0.1, 0.2], dtype=torch.float64))
-    assert prepare(Source('task = "sine"', (), home, "a")).sampler() is None
-    by_default = prepare(Source('task = "sine"\n[acceptance]\nname = "FullData"', (), home, "a")).sampler()
+    assert prepare(Source('task = "sine"', (), home, "a.toml")).sampler() is None
+    by_default = prepare(Source('task = "sine"\n[acceptance]\nname = "FullData"', (), home, "a.toml")).sampler()
     assert innermost(by_default) is adammcmc.Underdamped
 
 
@@ -161,7 +161,7 @@ def test_tasks_are_learnt_and_say_their_size(name: str) -> None:
     task = TASKS[name]()
     number = sum(p.numel() for p in task.model.parameters())
     assert f"({number} weights)" in (TASKS[name].__doc__ or "")
-    recipe = prepare(Source(f'task = "{name}"', (), Path(), name))
+    recipe = prepare(Source(f'task = "{name}"', (), Path(), f"{name}.toml"))
     assert recipe.train_first(progress=False) is not None
     x, y = recipe.train
     outputs = recipe.model(x).detach()
@@ -192,7 +192,13 @@ def test_a_project_that_moved_is_found(home: Path, tmp_path_factory: pytest.Temp
     source = Source.of_run(moved / "runs" / "a")
     assert source.folder == moved
     assert prepare(source).train[0].shape == (40, 2)
+    # a run that moved alone, or that lies behind a link
+    (moved / "runs" / "a").rename(moved.parent / "a")
+    (moved / "runs").rmdir()
+    (moved / "runs").symlink_to(moved.parent)
+    assert Source.of_run(moved / "runs" / "a").folder == moved
     moved.rename(home)
+    assert Source.of_run(moved.parent / "a").folder == home
 
 
 def test_what_config_holds_must_be_json(home: Path) -> None:

@@ -45,6 +45,8 @@ def run(words: Sequence[str]) -> int:
 
 def _tell(error: Any) -> int:
     """One line about an error, and the exit code it has."""
+    if type(error).__name__ == "Abort":  # what older versions of typer make of Ctrl-C
+        return 130
     if not hasattr(error, "format_message"):
         kind = "" if isinstance(error, _SPEAK_FOR_THEMSELVES) and str(error) else f"{type(error).__name__}: "
         return _fail(f"{kind}{error}".removesuffix(": ") + " (--debug shows where)", 1)

@@ -259,18 +259,45 @@ def auroc(scores: Tensor, labels: Tensor) -> Measured:
     return Measured(float(of_ones.mean()), variance**0.5)
 
 
-def average_precision(scores: Tensor, labels: Tensor) -> float:
-    """Area under the precision-recall curve (AUPR), as the sum of precisions weighted by the steps of recall."""
-    scores, is_one = _checked_labels(scores, labels)
-    return float(_precision(*_counts(scores, is_one, torch.ones(1, len(scores), dtype=torch.float64))))
+def average_precision(scores: Tensor, labels: Tensor) -> Measured:
+    """Area under the precision-recall curve (AUPR): the mean, over label 1, of the precision at their score.
+
+    The error is from the influence of each example: how the area would change if it counted a little more.
+
+    Example:
+        >>> round(average_precision(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1])).value, 4)
+        0.8333
+    """
+    true, false = _counts(*_checked_labels(scores, labels))
+    ones, zeros = torch.diff(true, prepend=true.new_zeros(1)), torch.diff(false, prepend=false.new_zeros(1))
+    total, number = true + false, true[-1]
+    precision = true / total
+    value = (ones * precision).sum() / number
+    # an example counts in the precision at its own score and at all lower ones
+    below = _sums_from_below(ones * false / total.square()), _sums_from_below(ones * true / total.square())
+    of_ones, of_zeros = (precision - value + below[0]) / number, -below[1] / number
+    variance = _weighted_squares(of_ones, ones) + _weighted_squares(of_zeros, zeros)
+    return Measured(float(value), variance**0.5)
 
 
-def fpr_at_tpr(scores: Tensor, labels: Tensor, tpr: float = 0.95) -> float:
-    """Share of label 0 above the highest cut that has at least this share of label 1 above it (or on it)."""
+def fpr_at_tpr(scores: Tensor, labels: Tensor, tpr: float = 0.95) -> Measured:
+    """Share of label 0 above the highest cut that has at least this share of label 1 above it (or on it).
+
+    The error has two parts, added in quadrature: the number of label 0 above the cut, and the cut itself, which label 1 places
+    within +- sqrt(tpr (1 - tpr) / N) of the wanted share.
+    """
     if not 0 < tpr <= 1:
         raise ValueError(f"`tpr` must lie between 0 and 1, got {tpr}.")
-    scores, is_one = _checked_labels(scores, labels)
-    return float(_false_positives(*_counts(scores, is_one, torch.ones(1, len(scores), dtype=torch.float64)), tpr))
+    true, false = _counts(*_checked_labels(scores, labels))
+
+    def passed(share: float) -> float:
+        first = int((true < share * true[-1] * (1 - 1e-12)).sum())
+        return float(false[min(first, len(false) - 1)] / false[-1])
+
+    wobble = math.sqrt(tpr * (1 - tpr) / float(true[-1]))
+    from_cut = (passed(min(1.0, tpr + wobble)) - passed(tpr - wobble)) / 2
+    value = passed(tpr)
+    return Measured(value, math.hypot(_binomial_error(value, float(false[-1])), from_cut))
 
 
 class Detection(NamedTuple):
@@ -278,7 +305,7 @@ class Detection(NamedTuple):
 
     auroc: Measured
     aupr: Measured
-    """1/2 is not what guessing gives, but the share of examples from outside."""
+    """Guessing has the share of examples from outside, not 1/2."""
     fpr95: Measured
     """Share of the examples inside that are flagged where 95% of those from outside are."""
 
@@ -287,54 +314,29 @@ class Detection(NamedTuple):
 
 
 def detection(inside: Tensor, outside: Tensor) -> Detection:
-    """How well a score, (examples,), higher outside, tells the two apart.
-
-    Errors of AUPR and FPR95 are the standard deviations over 200 bootstrap replicas of both sets.
-    """
+    """How well a score, (examples,), higher outside, tells the two apart."""
     inside, outside = _numbers("inside", inside), _numbers("outside", outside)
     scores = torch.cat([inside, outside])
-    is_one = torch.arange(len(scores)) >= len(inside)
-    weights = torch.ones(1, len(scores), dtype=torch.float64)
-    counts = _counts(scores, is_one, weights)
-    generator, found = torch.Generator().manual_seed(0), []
-    for number in _portions(len(scores)):
-        weights = torch.cat([_resampled(len(part), number, generator) for part in (inside, outside)], 1)
-        again = _counts(scores, is_one, weights)
-        found.append(torch.stack([_precision(*again), _false_positives(*again, 0.95)], 1))
-    errors = torch.cat(found).std(0)
-    return Detection(
-        auroc(scores, is_one),
-        Measured(float(_precision(*counts)), float(errors[0])),
-        Measured(float(_false_positives(*counts, 0.95)), float(errors[1])),
-    )
+    is_outside = torch.arange(len(scores)) >= len(inside)
+    return Detection(*(measure(scores, is_outside) for measure in (auroc, average_precision, fpr_at_tpr)))
 
 
-def _resampled(n: int, number: int, generator: torch.Generator) -> Tensor:
-    """How often each of n examples is drawn in n draws with replacement, (number, n)."""
-    drawn = torch.randint(n, (number, n), generator=generator)
-    return torch.zeros(number, n, dtype=torch.float64).scatter_add_(
-        1, drawn, torch.ones(1, dtype=torch.float64).expand(number, n)
-    )
-
-
-def _counts(scores: Tensor, is_one: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """True and false positives above each cut, as it falls over all scores, (replicas, cuts)."""
+def _counts(scores: Tensor, is_one: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of label 1 and of label 0 are above each cut, as it falls over all scores, (cuts,)."""
     order = scores.argsort(descending=True)
-    ordered, hits = scores[order], is_one[order]
+    ordered, hits = scores[order], is_one[order].double()
     last_of_ties = torch.cat([ordered[1:] != ordered[:-1], torch.ones(1, dtype=torch.bool)])
-    weights = weights[:, order]
-    return (weights * hits).cumsum(1)[:, last_of_ties], (weights * ~hits).cumsum(1)[:, last_of_ties]
+    return hits.cumsum(0)[last_of_ties], (1 - hits).cumsum(0)[last_of_ties]
 
 
-def _precision(true: Tensor, false: Tensor) -> Tensor:
-    steps = torch.diff(true, dim=1, prepend=torch.zeros(len(true), 1, dtype=torch.float64)) / true[:, -1:]
-    precision = true / (true + false)
-    return torch.where(steps > 0, steps * precision, 0.0).sum(1)  # above the first score that was drawn there is nothing
+def _sums_from_below(values: Tensor) -> Tensor:
+    return values.flip(0).cumsum(0).flip(0)
 
 
-def _false_positives(true: Tensor, false: Tensor, tpr: float) -> Tensor:
-    first = (true < tpr * true[:, -1:] * (1 - 1e-12)).sum(1, keepdim=True)
-    return (false.gather(1, first) / false[:, -1:])[:, 0]
+def _weighted_squares(values: Tensor, counts: Tensor) -> float:
+    """Sum of squared distances from the mean, of values that are there so many times."""
+    mean = (counts * values).sum() / counts.sum()
+    return float((counts * (values - mean).square()).sum())
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------------
@@ -649,9 +651,13 @@ def _mean(values: Tensor) -> Measured:
 
 def _share(values: Tensor) -> Measured:
     """Of ones among zeros and ones. Half of either is added for the error, which is then never 0."""
-    share, n = float(values.mean()), len(values)
+    share = float(values.mean())
+    return Measured(share, _binomial_error(share, len(values)))
+
+
+def _binomial_error(share: float, n: float) -> float:
     smooth = (share * n + 0.5) / (n + 1)
-    return Measured(share, (smooth * (1 - smooth) / n) ** 0.5)
+    return math.sqrt(smooth * (1 - smooth) / n)
 
 
 def _variance_of_mean(x: Tensor) -> float:

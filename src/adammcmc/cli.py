@@ -104,7 +104,7 @@ def sample(
     The configuration names a network, data, a loss and a sampler. Ctrl-C stops the run; `adammcmc resume RUN` goes on with it,
     bit for bit.
     """
-    from adammcmc.recipe import Source, prepare
+    from adammcmc.recipe import Announcement, Source, prepare
 
     recipe = prepare(Source.of_file(config, changes or []))
     path = output or recipe.path
@@ -120,7 +120,7 @@ def sample(
     with _stopping(path):
         if (loss := recipe.train_first()) is not None:
             typer.echo(f"trained: {recipe.training_steps:,} steps of Adam, last loss {loss:.4g}")
-        posterior = recipe.sample(path)
+        posterior = recipe.sample(path, callbacks=[Announcement(_announce)])
     _tell_what_came(posterior, path)
 
 
@@ -134,13 +134,15 @@ def resume(
     config: Again = None,
 ) -> None:
     """Go on with a run that was stopped, or make more draws."""
-    from adammcmc.recipe import prepare
+    from adammcmc.recipe import Announcement, prepare
     from adammcmc.store import read_manifest
 
     before = read_manifest(run)["configuration"]["num_draws"]
     recipe = prepare(_source(run, config))
     with _stopping(run):
-        posterior = recipe.sample(run, resume=True, num_draws=before if draws is None else draws)
+        posterior = recipe.sample(
+            run, resume=True, num_draws=before if draws is None else draws, callbacks=[Announcement(_announce)]
+        )
     _tell_what_came(posterior, run)
 
 
@@ -313,8 +315,15 @@ def _stopping(path: Path) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+def _announce(target: str) -> None:
+    typer.echo(f"samples {target}")
+
+
 def _tell_what_came(posterior: Posterior, path: Path) -> None:
-    typer.echo(str(posterior))
+    chains = f"{posterior.num_chains} chain{'s' * (posterior.num_chains > 1)}"
+    typer.echo(f"{len(posterior.store.index):,} draws of {chains}")
+    for chain, health in enumerate(posterior.health()):
+        typer.echo(f"chain {chain}: {health.verdict}")
     typer.echo(f"draws: {path}. Next: adammcmc diagnose {path}, adammcmc report {path}, adammcmc predict {path}")
 
 

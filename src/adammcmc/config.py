@@ -26,11 +26,13 @@ __all__ = [
     "ModelSection",
     "RunSection",
     "TrainingSection",
+    "apply_change",
     "named_things",
     "parse",
     "read_config",
     "read_text",
     "schema",
+    "thing_options",
 ]
 
 

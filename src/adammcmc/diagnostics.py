@@ -79,7 +79,7 @@ def rhat_by_chance(ess: Tensor, num_chains: int, count: int = 1) -> Tensor:
 
     Example:
         >>> rhat_by_chance(torch.tensor([100.0, 400.0, 10_000.0]), num_chains=4).round(decimals=3)
-        tensor([1.0570, 1.0140, 1.0010])
+        tensor([1.0500, 1.0130, 1.0010])
     """
     half_chains = 2 * num_chains
     degrees = half_chains - 1

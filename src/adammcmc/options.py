@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["REQUIRED", "Option", "default_words", "key", "nearest", "options_of", "read_table", "type_words"]
+__all__ = ["REQUIRED", "Option", "argument_texts", "default_words", "key", "nearest", "options_of", "read_table", "type_words"]
 
 REQUIRED = inspect.Parameter.empty
 """The default of what has none."""
@@ -122,10 +122,9 @@ def _checked(place: str, value: Any, option: Option) -> Any:
     except _Misfit:
         rule = "" if option.least is None else f" of at least {option.least}"
         words = type_words(option.kind)
-        hint = ""
-        if isinstance(value, str) and typing.get_origin(option.kind) is not None:
-            choices = [a for arm in (option.kind, *typing.get_args(option.kind)) for a in _choices(arm)]
-            hint = f" D{nearest(value, choices)[1:]}" if choices and nearest(value, choices).startswith("did") else ""
+        choices = [choice for arm in (option.kind, *typing.get_args(option.kind)) for choice in _choices(arm)]
+        near = nearest(value, choices) if isinstance(value, str) else ""
+        hint = f" D{near[1:]}" if near.startswith("did") else ""
         raise ValueError(f"{place} `{option.name}` must be {words}{rule}, got {reprlib.repr(value)}.{hint}") from None
     return result
 

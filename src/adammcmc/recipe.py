@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from adammcmc.callbacks import Callback, Event
 from adammcmc.config import Choice, Config, named_things, read_config, read_text
 from adammcmc.data import as_data, to_device
 from adammcmc.errors import StoreMismatch
@@ -33,7 +34,7 @@ from adammcmc.target import Prior
 from adammcmc.tasks import TASKS, Task
 from adammcmc.tuning import BurnIn
 
-__all__ = ["Recipe", "Source", "find", "load_data", "prepare"]
+__all__ = ["Announcement", "Recipe", "Source", "find", "load_data", "prepare"]
 
 _LOSSES: dict[str, Callable[..., Any]] = {
     "cross_entropy": F.cross_entropy,
@@ -53,13 +54,13 @@ class Source(NamedTuple):
     changes: tuple[str, ...]
     """What was set on the command line."""
     folder: Path
-    name: str
-    """Of the file, without its ending."""
+    file: str
+    """Its name in that folder."""
 
     @classmethod
     def of_file(cls, path: Path, changes: Sequence[str] = ()) -> Source:
         """A file, with changes on top."""
-        return cls(read_text(path), tuple(changes), path.absolute().parent, path.stem)
+        return cls(read_text(path), tuple(changes), path.absolute().parent, path.name)
 
     @classmethod
     def of_run(cls, path: Path) -> Source:
@@ -70,8 +71,35 @@ class Source(NamedTuple):
                 f"the run in '{path}' was not made by `adammcmc sample`: it does not say how to make its network. Give "
                 "--config, a TOML file that names it, or use adammcmc.Posterior.open(path, model) in Python."
             )
-        folder = (path / remembered["folder"]).resolve()
-        return cls(remembered["text"], tuple(remembered["changes"]), folder, remembered["name"])
+        # as seen from the run, which may have moved with it; through links or not; where it was
+        places = [
+            Path(os.path.normpath(path.absolute() / remembered["from_run"])),
+            (path / remembered["from_run"]).resolve(),
+            Path(remembered["folder"]),
+        ]
+        folder = next((place for place in places if (place / remembered["file"]).is_file()), places[-1])
+        return cls(remembered["text"], tuple(remembered["changes"]), folder, remembered["file"])
+
+    def as_json(self, path: Path) -> dict[str, Any]:
+        """For `of_run`, as the run in this folder keeps it."""
+        return {
+            "text": self.text,
+            "changes": list(self.changes),
+            "file": self.file,
+            "folder": str(self.folder),
+            "from_run": os.path.relpath(self.folder, path),
+        }
+
+
+class Announcement(Callback):
+    """Says what is sampled, when the first chain begins."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def on_start(self, event: Event) -> None:
+        if event.chain == 0:
+            self._say(event.sampler.describe())
 
 
 @dataclass(frozen=True)
@@ -81,11 +109,28 @@ class Recipe:
     config: Config
     source: Source
     model: nn.Module
-    train: Any
-    test: Any
-    """None where there are no held-out data."""
     loss: Callable[..., Any]
+    task: Task | None
     training_steps: int
+
+    @functools.cached_property
+    def train(self) -> Any:
+        """The training data, read when they are asked for: who only predicts need not have them."""
+        if self.task is not None:
+            return self.task.train
+        assert self.config.data.train is not None
+        return self._load("[data] `train`", self.config.data.train, self.config.data.arguments)
+
+    @functools.cached_property
+    def test(self) -> Any:
+        """Held-out data; None where there are none."""
+        if self.config.data.test is not None:
+            return self._load("[data] `test`", self.config.data.test, {})
+        return None if self.task is None else self.task.test
+
+    def _load(self, place: str, what: str | list[str], arguments: dict[str, Any]) -> Any:
+        keys = self.config.data.keys
+        return load_data(what, self.source.folder, self.model, place=place, keys=keys, arguments=arguments)
 
     def sample(self, path: Path | None, **changes: Any) -> Posterior:
         """Draw, as the configuration says; `changes` are arguments of `adammcmc.sample`."""
@@ -107,14 +152,14 @@ class Recipe:
             "path": path,
         }
         if path is not None:
-            options["config"] = self.source._asdict() | {"folder": os.path.relpath(self.source.folder, path)}
+            options["config"] = self.source.as_json(path)
         return sample(self.model, self.train, self.loss, **(options | changes))
 
     @property
     def path(self) -> Path:
         """Where the configuration wants its draws, relative to the working directory if it is inside."""
         given = self.config.run.path
-        path = self.source.folder / (Path("runs", self.source.name) if given is None else Path(given).expanduser())
+        path = self.source.folder / (Path("runs", Path(self.source.file).stem) if given is None else Path(given).expanduser())
         return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
     @property
@@ -127,6 +172,7 @@ class Recipe:
 
     def train_first(self, *, progress: bool = True) -> float | None:
         """Try the loss out, and train by Adam if the configuration asks for it. Returns the last loss, or None."""
+        _ = self.test  # what is wrong with it is said before the work
         torch.manual_seed(self.config.run.seed)
         data = as_data(self.train, self.config.run.batch_size, self.config.data.num_data)
         data.restart(self.config.run.seed)
@@ -173,7 +219,7 @@ class Recipe:
 
 
 def prepare(source: Source) -> Recipe:
-    """Read a configuration and load what it names."""
+    """Read a configuration and make what it names."""
     config, folder = read_config(source.text, source.changes), source.folder
     torch.manual_seed(config.run.seed)  # the first weights
     task = None if config.task is None else TASKS[config.task]()
@@ -182,11 +228,10 @@ def prepare(source: Source) -> Recipe:
         _load_weights(model, folder / config.model.weights)
     if config.model.mode is not None:
         model.train(config.model.mode == "train")
-    train, test = _data(config, folder, task, model)
     steps = config.training.steps
     if steps is None:
         steps = 0 if task is None or config.model.weights is not None else task.training_steps
-    return Recipe(config, source, model, train, test, _loss(config, folder) if task is None else task.loss, steps)
+    return Recipe(config, source, model, _loss(config, folder) if task is None else task.loss, task, steps)
 
 
 # --- what a configuration names -------------------------------------------------------------------------------------------
@@ -280,21 +325,6 @@ def _loss(config: Config, folder: Path) -> Callable[..., Any]:
     if not callable(thing):
         raise ValueError(f"{place}: {name} must be a function, got {type(thing).__name__}.")
     return thing
-
-
-def _data(config: Config, folder: Path, task: Task | None, model: nn.Module) -> tuple[Any, Any]:
-    """What to train on, and what is held out."""
-    section = config.data
-
-    def load(place: str, what: str | list[str], arguments: dict[str, Any]) -> Any:
-        return load_data(what, folder, model, place=place, keys=section.keys, arguments=arguments)
-
-    if task is not None:
-        held_out = task.test if section.test is None else load("[data] `test`", section.test, {})
-        return task.train, held_out
-    assert section.train is not None
-    train = load("[data] `train`", section.train, section.arguments)
-    return train, None if section.test is None else load("[data] `test`", section.test, {})
 
 
 def load_data(
