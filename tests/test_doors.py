@@ -294,3 +294,31 @@ def test_sample_gives_the_examples_to_the_tests_that_choose_them() -> None:
         )  # fmt: skip
         assert len(posterior) == 8
         assert str(test) in posterior.target
+
+
+def test_a_control_variate_of_a_network_with_running_statistics() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+    x, y = torch.randn(120, 3), torch.randint(2, (120,))
+    model(x)
+    model.eval()
+
+    def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), y, reduction="none")
+
+    sampler = MALA(
+        model.parameters(),
+        1e-4,
+        num_data=120,
+        prior=Gaussian(),
+        acceptance=Penalty(60),
+        examples=TensorExamples(losses, x, y),
+    )
+    statistics = model[1].running_mean.clone()
+    sampler.use_control_variate()
+    noises = []
+    for _ in range(20):
+        sampler.step(lambda: losses(x[:30], y[:30]))
+        noises.append(float(sampler.info.log_ratio_noise))
+    assert torch.equal(model[1].running_mean, statistics)
+    assert max(noises) < 0.05
