@@ -321,4 +321,4 @@ def test_a_control_variate_of_a_network_with_running_statistics() -> None:
         sampler.step(lambda: losses(x[:30], y[:30]))
         noises.append(float(sampler.info.log_ratio_noise))
     assert torch.equal(model[1].running_mean, statistics)
-    assert max(noises) < 0.05
+    assert max(noises) < 0.15
