@@ -37,6 +37,7 @@ ORDER = [
     ["predictive"],
     ["calibration", "diagnostics"],
     ["summary"],
+    ["report"],
     ["posterior"],
     ["advice", "chain", "run"],
     ["twosided"],
