@@ -375,6 +375,17 @@ def test_weights_are_not_judged() -> None:
     assert summary.rows[1].rhat > 2
 
 
+def test_of_many_layers_the_worst_are_printed() -> None:
+    layers = [Series(f"layer {i}", "layer", normal(draws=20 + i, seed=i), False, "weights: not judged") for i in range(30)]
+    summary = summed(Series("f", "outputs", normal()), *layers)
+    assert len(summary.rows) == 31
+    text = str(summary)
+    assert text.count("layer ") == 12
+    assert text.endswith("and 18 layers with more effective draws")
+    worst = min(summary.rows[1:], key=lambda row: row.ess_bulk)
+    assert f"{worst.name} " in text
+
+
 def test_one_stuck_chain_is_named() -> None:
     x = normal()
     x[2] = 0.1

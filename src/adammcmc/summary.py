@@ -28,6 +28,7 @@ _MIXED, _NEARLY_MIXED, _APART = 1.01, 1.05, 1.1
 _ENOUGH_DRAWS = 100.0  # effective: a mean is then known to a tenth of its spread
 _LEAST_DRAWS = 4
 _FEW_EXAMPLES = 5.0
+_MOST_LAYERS = 12  # that are printed
 
 # the gravest first
 _BROKEN = ("not finite", "no posterior", "stuck", "no influence", "too hot", "chains disagree")
@@ -156,7 +157,7 @@ class Summary:
     def __str__(self) -> str:
         chains = f"{self.num_chains} chain{'s' * (self.num_chains != 1)}"
         lines = [f"{self.grade}: {self.verdict}.", f"target: {self.target}"]
-        costs = [f"{chains}, {self.num_draws:,} draws each"]
+        costs = [f"{chains}, {self.num_draws:,} draws{' each' * (self.num_chains != 1)}"]
         if not math.isnan(self.ess):
             costs.append(f"worth {self.ess:,.0f} independent ones")
         if not math.isnan(self.ess_per_second):
@@ -168,6 +169,9 @@ class Summary:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
+    layers = sorted((row for row in rows if row.kind == "layer"), key=lambda row: row.ess_bulk)
+    hidden = {row.name for row in layers[_MOST_LAYERS:]}
+    rows = [row for row in rows if row.name not in hidden]
     head = ("", "mean", "R-hat", "bulk ESS", "tail ESS", "")
     cells = [head]
     for row in rows:
@@ -181,7 +185,8 @@ def _table(rows: Sequence[Row]) -> list[str]:
         parts = [text.rjust(width) for text, width in zip(line, widths, strict=True)]
         return "  ".join([line[0].ljust(widths[0]), *parts[1:-1], line[-1]]).rstrip()
 
-    return [aligned(line) for line in (cells if rows else [])]
+    more = [f"and {len(hidden)} layers with more effective draws"] if hidden else []
+    return [*(aligned(line) for line in (cells if rows else [])), *more]
 
 
 def _number(value: float, form: str) -> str:
