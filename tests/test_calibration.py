@@ -145,6 +145,18 @@ def test_errors_are_the_spread_over_fresh_data(measure: Callable[[Tensor, Tensor
     assert abs(math.log(ratio)) < 4.5 / math.sqrt(118)
 
 
+@pytest.mark.parametrize("measure", [calibration.auroc, calibration.average_precision])
+def test_errors_equal_the_jackknife(measure: Callable[[Tensor, Tensor], calibration.Measured]) -> None:
+    """Without one example at a time, label by label; equal but for terms of the order of 1 / n."""
+    p, labels = classes(600, 3)
+    scores, y = p[:, 0], (labels == 0).long()
+    others = [torch.arange(600) != i for i in range(600)]
+    without = torch.tensor([measure(scores[rest], y[rest]).value for rest in others])
+    parts = [without[y == label].double() for label in (0, 1)]
+    variance = sum(float((x - x.mean()).square().sum()) * (len(x) - 1) / len(x) for x in parts)
+    assert measure(scores, y).error == pytest.approx(math.sqrt(variance), rel=0.02)
+
+
 def test_outputs_of_one_example_are_not_counted_as_several() -> None:
     """Every example ten times over: the same numbers, and the same errors."""
     p, y = classes()
@@ -167,11 +179,12 @@ def test_true_probabilities_are_called_calibrated_and_others_not() -> None:
 
 
 def test_the_reliability_curve() -> None:
-    p = torch.tensor([0.0, 0.2, 0.2, 0.5, 1.0])
-    curve = calibration.reliability(p, torch.tensor([0, 0, 1, 1, 1]), num_bins=5)
-    assert curve.counts.tolist() == [1, 2, 1, 0, 1]  # a bin has its lower edge, the last one also 1
-    np.testing.assert_allclose(curve.frequency, [0, 0.5, 1, np.nan, 1])
-    np.testing.assert_allclose(curve.confidence, [0, 0.2, 0.5, np.nan, 1], rtol=1e-6)
+    p = torch.tensor([0.0, 0.25, 0.25, 0.6, 1.0], dtype=torch.float64)
+    curve = calibration.reliability(p, torch.tensor([0, 0, 1, 1, 1]), num_bins=4)
+    assert curve.counts.tolist() == [1, 2, 1, 1]  # a bin has its lower edge, the last one also 1
+    np.testing.assert_allclose(curve.frequency, [0, 0.5, 1, 1])
+    np.testing.assert_allclose(curve.confidence, [0, 0.25, 0.6, 1])
+    assert calibration.reliability(p[:1], torch.tensor([0]), num_bins=2).frequency[1].isnan()
     assert (curve.error[curve.counts > 0] > 0).all()
     assert curve.error[1] == pytest.approx((0.5 * 0.5 / 2) ** 0.5)
 
