@@ -122,6 +122,11 @@ def test_settings_can_be_changed_on_the_way(home: Path, tmp_path: Path) -> None:
     answer = ask("resume", tmp_path / "run", "--draws", 5)
     assert answer.code == 0, answer.err
     assert "5 draws of 1 chain" in answer.out
+    assert "it had all its draws" not in answer.out
+    assert (
+        f"it had all its draws: `adammcmc resume {tmp_path / 'run'} --draws N` makes more"
+        in ask("resume", tmp_path / "run").out
+    )
 
 
 def test_more_draws_of_a_run_are_those_of_a_longer_run(home: Path, tmp_path: Path) -> None:

@@ -135,14 +135,17 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped, or make more draws."""
     from adammcmc.recipe import Announcement, prepare
-    from adammcmc.store import read_manifest
+    from adammcmc.store import FolderStore, read_manifest
 
-    before = read_manifest(run)["configuration"]["num_draws"]
+    asked = read_manifest(run)["configuration"]["num_draws"]
     recipe = prepare(_source(run, config))
+    had = len(FolderStore(run).index)
     with _stopping(run):
         posterior = recipe.sample(
-            run, resume=True, num_draws=before if draws is None else draws, callbacks=[Announcement(_announce)]
+            run, resume=True, num_draws=asked if draws is None else draws, callbacks=[Announcement(_announce)]
         )
+    if len(posterior.store.index) == had:
+        typer.echo(f"it had all its draws: `adammcmc resume {run} --draws N` makes more.")
     _tell_what_came(posterior, run)
 
 

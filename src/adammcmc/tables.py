@@ -88,7 +88,7 @@ def prediction_table(prediction: Prediction, rows: int) -> Any:
     uncertainty = columns[by].reshape(len(prediction), -1).double().mean(1)
     order = uncertainty.argsort(descending=True)[:rows]
     words = by.replace("_", " ")
-    table = Table(title=f"The {len(order)} examples of largest {words}", title_justify="left")
+    table = Table(title=f"The {len(order)} example{'s' * (len(order) != 1)} of largest {words}", title_justify="left")
     names = {"mean": "probability", "mutual_information": "mutual information"} if "label" in columns else {}
     shown = [name for name in ("target", "label", "mean", "spread", "entropy", "mutual_information") if name in columns]
     table.add_column("example", justify="right")
