@@ -90,7 +90,7 @@ def pure_step(
     monkeypatch.setattr(proposal, "draw_along", lambda params, generator: along)
     monkeypatch.setattr(proposal, "standard_normal", lambda like, generator: noise)
     log_uniform = torch.tensor([philox.along_and_uniform(KEY % (1 << 64))[1]], dtype=torch.float64, device=DEVICE)
-    monkeypatch.setattr("adammcmc.acceptance.metropolis._log_uniform", lambda comparison, generator: log_uniform)
+    monkeypatch.setattr("adammcmc.acceptance.metropolis.decisive", lambda comparison, generator: log_uniform)
     return kernel.step(state, potential, torch.Generator(DEVICE))  # type: ignore[arg-type]
 
 
