@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 import textwrap
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from scipy import stats
 from torch import Tensor
 
@@ -31,12 +33,17 @@ from adammcmc.acceptance import (
     Tuna,
     Verdict,
     beta_eff,
+    logistic_bound,
 )
 from adammcmc.acceptance.correction import ATOMS, acceptance, correction
 from adammcmc.acceptance.metropolis import decisive, metropolis
 from adammcmc.acceptance.sequential import student_quantile
 from adammcmc.acceptance.subsample import estimate
+from adammcmc.chain import sample_density
+from adammcmc.control import ControlVariate
+from adammcmc.data_density import DataDensity
 from adammcmc.errors import PerExampleLossRequired
+from adammcmc.kernels import adam_mcmc
 from adammcmc.leaves import Leaves
 from adammcmc.randomness import Generators, Randomness
 from adammcmc.target import Evaluation
@@ -501,3 +508,92 @@ def test_an_estimate_outside_of_the_support_looks_at_nothing() -> None:
     found = estimate(comparison, torch.Generator(), 50)
     assert potential.num_asked == 0
     assert bool((found.log_ratio == -math.inf).all())
+
+
+SPARSE = torch.zeros(20_000, dtype=torch.float64)
+SPARSE[::100] = 100.0  # one in a hundred carries all of it
+SPARSE -= SPARSE.mean()
+
+
+@pytest.mark.parametrize("kind", ["normal", "sparse"])
+def test_confidence_stops_early_and_is_wrong_less_often_than_delta(kind: str) -> None:
+    """Where it does stop: log u near Y, many examples, a bound that is true and tight."""
+    scores = SPARSE if kind == "sparse" else torch.randn(20_000, generator=torch.Generator().manual_seed(0)).double()
+    scores = scores / scores.std()
+    spread, delta = 4.0, 0.2
+    lam, n = 0.5, len(scores)
+    largest = float((spread * scores - 0.1).abs().max()) / (lam * n)
+    test = Confidence(delta, DerivativeBound(torch.full((n,), largest, dtype=torch.float64)), 200)
+    comparison, _ = move(0.2, spread, 400, lam, scores)
+    generator = torch.Generator().manual_seed(1)
+    near = torch.empty(400, dtype=torch.float64).uniform_(-2.5, 2.0, generator=generator)
+    verdict, _ = test(replace(comparison, log_uniform=near), None, generator)
+    early = verdict.num_examples < n
+    assert float(early.double().mean()) > 0.2, verdict.num_examples.mean()
+    right = near < 0.2
+    assert float((verdict.is_accepted != right)[early].double().mean()) <= delta
+
+
+def half_width(test: Confidence, comparison: Comparison, seed: int = 1) -> Tensor:
+    """Examples that each of these decisions takes: what changes with every term of the bound."""
+    verdict, _ = test(comparison, None, torch.Generator().manual_seed(seed))
+    return verdict.num_examples
+
+
+def test_confidence_looks_as_far_as_its_formula_says() -> None:
+    scores = torch.randn(20_000, generator=torch.Generator().manual_seed(0)).double()
+    spread, lam, n, delta = 4.0, 0.5, 20_000, 0.2
+    largest = float((spread * scores - 0.1).abs().max()) / (lam * n)
+    comparison, _ = move(0.2, spread, 300, lam, scores)
+    near = torch.linspace(-2.5, 2.0, 300, dtype=torch.float64)
+    comparison = replace(comparison, log_uniform=near)
+    test = Confidence(delta, DerivativeBound(torch.full((n,), largest, dtype=torch.float64)), 200)
+    looked = half_width(test, comparison)
+    for size, look in ((200, 1), (400, 2), (800, 3), (1600, 4), (3200, 5), (6400, 6), (12800, 7)):
+        level = math.log(5 * 2 * look**2 / delta)
+        rho = 1 - (size - 1) / n if size <= n / 2 else (1 - size / n) * (1 + 1 / size)
+        span = 2 * n * lam * largest
+        width = spread * math.sqrt(2 * rho * level / size) + (7 / 3 + 3 / math.sqrt(2)) * span * level / size
+        gap = (near - 0.2).abs()
+        noise = spread / math.sqrt(size)
+        assert bool((looked[gap > width + 5 * noise] <= size).all()), size  # surely enough
+        assert bool((looked[gap < width - 5 * noise] > size).all()), size  # surely not
+
+
+def test_examples_that_all_say_the_same_do_not_end_a_decision() -> None:
+    scores = torch.zeros(2_000, dtype=torch.float64)
+    scores[::200] = 1.0  # ten examples carry Y; a first look at 50 sees none of them in 77 of 100 cases
+    scores = scores - scores.mean()
+    for test in (Barker(50), Sequential(0.01, 50), Confidence(0.05, None, 50)):
+        comparison, _ = move(-20.0, 4000.0, 200, 0.5, scores)
+        verdict, _ = test(comparison, None, torch.Generator().manual_seed(0))
+        assert not bool(((verdict.log_ratio_noise == 0) & (verdict.num_examples < 2_000)).any()), test
+
+
+def test_a_bound_that_is_met_is_not_broken_by_rounding() -> None:
+    """|x| has slope 1 everywhere: the bound holds with equality, and float32 has its own idea of equal."""
+    x = torch.randn(500, generator=torch.Generator().manual_seed(0)) * 30
+    density = DataDensity(lambda theta, x: (theta - x).abs().sum(-1), x[:, None], batch_size=20)
+    test = Tuna(DerivativeBound(torch.ones(500)), 0.1)
+    kernel = adam_mcmc(0.0, sigma=0.01, acceptance=test)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, info = sample_density(density, torch.zeros(20, 1), kernel, num_steps=50, seed=0, progress=False)
+    assert bool((info.num_examples < 500).all())
+
+
+def test_a_bound_and_a_control_variate_must_belong_together() -> None:
+    x = torch.randn(50, 2)
+    y = 2.0 * (x[:, 0] > 0) - 1
+    reference = torch.zeros(2)
+
+    def loss(theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return F.softplus(-y * (x @ theta))
+
+    cases = [(logistic_bound(x), ControlVariate(reference, 2)), (logistic_bound(x, 2, reference), None)]
+    for bound, control in cases:
+        density = DataDensity(loss, x, y, control_variate=control, batch_size=20)
+        for test in (Tuna(bound), Confidence(0.1, bound, 30)):
+            kernel = adam_mcmc(0.0, sigma=0.1, acceptance=test)
+            with pytest.raises(ValueError, match="the bound is for a control variate of order"):
+                sample_density(density, torch.zeros(2, 2), kernel, num_steps=1, seed=0, progress=False)

@@ -309,6 +309,8 @@ class ClosurePotential:
 class _FirstOrder:
     """A control variate of first order: sum_i g_i at the reference is known, g_i . d of single examples is differentiated."""
 
+    order = 1
+
     def __init__(self, potential: ClosurePotential, reference: Reference) -> None:
         packing = potential._packing
         self._potential = potential

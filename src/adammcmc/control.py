@@ -32,6 +32,11 @@ _MOST_PARAMS = 2000  # whose Hessian, P x P in float64, is kept
 class Control(Protocol):
     """What is known of the change of the losses."""
 
+    @property
+    def order(self) -> int:
+        """Of the polynomial."""
+        ...
+
     def total(self, params: Leaves, proposed: Leaves) -> Tensor:
         """sum_i of T_i(tau) - T_i(theta) over all examples, (chains,), float64."""
         ...
@@ -72,7 +77,7 @@ class Taylor:
         self, losses: Callable[[Leaves, list[Tensor]], Tensor], tensors: Sequence[Tensor], reference: Leaves, order: int
     ) -> None:
         _load_forward_mode()
-        self._losses, self._tensors, self._order = losses, tensors, order
+        self._losses, self._tensors, self.order = losses, tensors, order
         self._reference = tuple(x.detach().clone() for x in reference)
         size = sum(x.numel() for x in reference)
         if order == 2 and size > _MOST_PARAMS:
@@ -97,7 +102,7 @@ class Taylor:
     def total(self, params: Leaves, proposed: Leaves) -> Tensor:
         step, middle = (_flat(x) for x in self._moves(params, proposed))
         known = step @ self._grad
-        return known if self._order == 1 else known + 0.5 * ((step @ self._hessian) * middle).sum(1)
+        return known if self.order == 1 else known + 0.5 * ((step @ self._hessian) * middle).sum(1)
 
     def differences(self, params: Leaves, proposed: Leaves, indices: slice | Tensor) -> Tensor:
         rows = [t[indices] for t in self._tensors]
@@ -108,7 +113,7 @@ class Taylor:
                 change: Tensor = jvp(lambda *point: self._losses(point, rows), at, step)[1]
                 return change
 
-            if self._order == 1:
+            if self.order == 1:
                 return slope(*self._reference).double()
             changes: tuple[Tensor, ...] = jvp(slope, self._reference, middle)
             return changes[0].double() + 0.5 * changes[1].double()

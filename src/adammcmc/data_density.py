@@ -113,7 +113,9 @@ class DataDensity:
         rows = (weights != 0).any(0).nonzero().flatten()  # of all chains together
         with torch.enable_grad():
             leaves = tuple(x.detach().requires_grad_() for x in params)
-            total = (self._losses(leaves, rows).double() * weights[:, rows]).sum(1) / self.num_examples
+            own = weights[:, rows]
+            losses = torch.where(own != 0, self._losses(leaves, rows), 0.0)  # those of other chains' batches may be anything
+            total = (losses.double() * own).sum(1) / self.num_examples
             log_prior = self._log_prior(leaves)
             grad = torch.autograd.grad((total - log_prior / self.scale).sum(), leaves, materialize_grads=True)
         return Evaluation(total.detach(), log_prior.detach(), grad)

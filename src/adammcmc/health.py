@@ -320,6 +320,7 @@ class Monitor:
         is_adapting: bool = False,
         left_out: Sequence[str] = (),
         is_plain: bool = True,
+        complaints: Sequence[str] = (),
     ) -> Health:
         """The numbers and what they mean.
 
@@ -331,6 +332,7 @@ class Monitor:
             is_adapting: whether the settings still change.
             left_out: layers whose temperature is not defined.
             is_plain: whether the test is log uniform < Y; others do not accept with 2 P(Y > 0), and allow for the noise of Y.
+            complaints: of the acceptance test itself.
         """
         self._settle()
         batches = self._steps.means()
@@ -359,6 +361,8 @@ class Monitor:
 
         if not has_proper_prior:
             find("no posterior", "the prior is flat and improper, so that there is no posterior to sample: give a `prior`")
+        for complaint in complaints:
+            find("biased", f"not exact: {complaint}")
         if is_adapting:
             find("adapting", "the settings still adapt: these are not draws yet")
         if self.num_steps < _ENOUGH_STEPS:

@@ -239,7 +239,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         packing = self._layout()
         self._check_resolution(packing)
         if (self._here is not None or self._carry is not None) and not self._is_as_left(packing):
-            self._here = self._carry = None  # someone else wrote the weights, or changed the target: what was known is void
+            self._here = None  # someone else wrote the weights, or changed the target: what was known is void
+            self._carry = self._carry if hasattr(self.acceptance, "complaint") else None  # (a count is not)
 
     def _potential(self, packing: Packing, closures: Sequence[Closure]) -> ClosurePotential:
         return ClosurePotential(
@@ -532,6 +533,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             "has_edge": prior is not None and prior.is_bounded,
             "is_adapting": self.is_adapting,
             "is_plain": getattr(self.acceptance, "is_plain", True),
+            "complaints": self._complaints(),
             "left_out": [self._name(i) for i, p in enumerate(trainable) if id(p) in scaled_away],
         }
 
@@ -596,7 +598,13 @@ class Sampler(torch.optim.Optimizer, ABC):
         """Why the chain is not exact, in a few words each; empty if it is."""
         kernel = self._kernel(self._layout())
         layers = self._layers.approximations(fixed_data=self.fixed_data)
-        return kernel.approximation(fixed_data=self.fixed_data) + layers
+        return kernel.approximation(fixed_data=self.fixed_data) + layers + self._complaints()
+
+    def _complaints(self) -> list[str]:
+        """What the test says against the steps so far. Waits for the device."""
+        ask = getattr(self.acceptance, "complaint", None)
+        said = None if ask is None else ask(self._carry)
+        return [] if said is None else [said]
 
     @property
     def gradients_per_step(self) -> int:
@@ -659,6 +667,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             "adaptation": None if self._adaptation is None else copy.deepcopy(self._adaptation.state_dict()),
             "health": None if self._monitor is None else self._monitor.state_dict(),
             "reference": None if self._reference is None else copy.deepcopy(tuple(self._reference)),
+            "count": self._carry.clone() if hasattr(self.acceptance, "complaint") and self._carry is not None else None,
         }
         return {**super().state_dict(), _OWN_KEY: own}
 
@@ -697,6 +706,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         if own.get("health") is not None:
             self._monitor = self._new_monitor(self._layout())
             self._monitor.load_state_dict(own["health"])
+        if own.get("count") is not None:
+            self._carry = own["count"].to(self.device, copy=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: all but caches, and the wrapper that a scheduler puts around `step`."""

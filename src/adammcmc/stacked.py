@@ -320,7 +320,9 @@ class StackedPotential:
         if len(rows) > 0:
             with torch.enable_grad(), stack.layers.modes():
                 losses, _ = stack.network.call(lambda _, rows: examples.losses(rows), leaves, stack.buffers, rows)
-                total = (losses.double() * weights[:, rows]).sum(1) / len(examples)
+                own = weights[:, rows]
+                losses = torch.where(own != 0, losses, 0.0)  # those of other chains' batches may be anything
+                total = (losses.double() * own).sum(1) / len(examples)
                 grad = torch.autograd.grad(total.sum(), leaves, allow_unused=True, materialize_grads=True)
         return Evaluation(total.detach(), self.log_prior(params), self._with_prior(grad, params))
 
@@ -541,7 +543,8 @@ class StackedSampler:
                 "fixed data say that the loss is the same function of the weights at every step, but it draws random numbers. "
                 f"At fault: {self.layers.at_fault()}. Use model.eval(), or batches."
             )
-        examples = self.examples if getattr(self.acceptance, "needs_examples", False) else None
+        needs_examples = getattr(self.acceptance, "needs_examples", False) or getattr(self.kernel, "has_ragged_batches", False)
+        examples = self.examples if needs_examples else None
         rows = slice(0, 0 if examples is None else min(len(examples), 64))
         if examples is not None:
             with torch.no_grad():

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from adammcmc.acceptance.comparison import Comparison
 from adammcmc.leaves import Leaves, flatten, inner
 
 __all__ = ["Bound", "ClampedLoss", "DerivativeBound", "last_layer_bound", "logistic_bound"]
@@ -87,6 +88,15 @@ class ClampedLoss:
 
     def distance(self, params: Leaves, proposed: Leaves) -> Tensor:
         return torch.ones(params[0].shape[0], dtype=torch.float64, device=params[0].device)
+
+
+def check_order(bound: Bound, comparison: Comparison) -> None:
+    """Refuse a bound on something else than what the test looks at: losses, or what a control variate leaves of them."""
+    control = comparison.potential.control
+    order, expected = getattr(bound, "order", 0), 0 if control is None else control.order
+    if order != expected:
+        what = "there is no control variate" if control is None else f"the control variate is of order {expected}"
+        raise ValueError(f"the bound is for a control variate of order {order} (0: for none), but {what}.")
 
 
 def logistic_bound(inputs: Tensor, order: int = 0, reference: Any = None) -> DerivativeBound:

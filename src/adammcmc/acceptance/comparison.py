@@ -15,7 +15,9 @@ from adammcmc.leaves import Leaves, is_finite
 from adammcmc.randomness import Randomness
 from adammcmc.target import Evaluation, Potential
 
-__all__ = ["Comparison", "Test", "Verdict"]
+__all__ = ["Comparison", "Differences", "Test", "Verdict"]
+
+_CHUNK = 4096  # examples in one forward
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,8 @@ class Comparison:
             return known
         return known - self.inverse_temperature() * control.total(self.params, self.proposed)
 
-    def differences(self, indices: slice | Tensor, chains: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """D_i = l_i(tau) - l_i(theta), (chains, examples), float64, and whether all l_i(theta) were finite, (chains,).
+    def differences(self, indices: slice | Tensor, chains: Tensor | None = None) -> Differences:
+        """D_i = l_i(tau) - l_i(theta) of chosen examples, in chunks of 4,096.
 
         Where the target has a control variate T, D_i is what is left, l_i(tau) - l_i(theta) - (T_i(tau) - T_i(theta)), so that
         Y = known() - lambda sum_i D_i in any case.
@@ -120,6 +122,10 @@ class Comparison:
             indices: the examples, the same for all chains, or a row for each, (chains, examples).
             chains: numbers of the chains that are asked; None is all of them.
         """
+        if isinstance(indices, Tensor) and indices.shape[-1] > _CHUNK:
+            parts = [self.differences(piece, chains) for piece in torch.split(indices, _CHUNK, -1)]
+            finite = torch.stack([part.is_current_finite for part in parts]).all(0)
+            return Differences(torch.cat([p.values for p in parts], 1), finite, torch.cat([p.rounding for p in parts], 1))
         params, proposed, rows = self.params, self.proposed, indices
         kept: slice | Tensor = slice(None)
         if chains is not None and len(chains) < self.num_chains:
@@ -129,11 +135,13 @@ class Comparison:
                 kept = chains
                 if isinstance(indices, Tensor) and indices.dim() > 1:
                     rows = indices[:1].repeat(self.num_chains, 1).index_copy_(0, chains, indices)
-        before, after = (self.potential.example_losses(leaves, rows)[kept].double() for leaves in (params, proposed))
+        losses = [self.potential.example_losses(leaves, rows)[kept] for leaves in (params, proposed)]
+        eps = torch.finfo(losses[0].dtype).eps
+        before, after = (x.double() for x in losses)
         difference = after - before
         if (control := self.potential.control) is not None:
             difference = difference - control.differences(params, proposed, rows)[kept]
-        return difference, is_finite(before.sum(1))
+        return Differences(difference, is_finite(before.sum(1)), 4 * eps * torch.maximum(before.abs(), after.abs()))
 
     def current_losses(self, indices: slice | Tensor) -> Tensor:
         """l_i(theta) for chosen examples of the data set, (chains, examples), float64."""
@@ -142,6 +150,17 @@ class Comparison:
     def proposed_losses(self, indices: slice | Tensor) -> Tensor:
         """l_i(tau) for chosen examples of the data set, (chains, examples), float64."""
         return self.potential.example_losses(self.proposed, indices).double()
+
+
+class Differences(NamedTuple):
+    """What chosen examples say of a move."""
+
+    values: Tensor
+    """D_i, (chains, examples), float64."""
+    is_current_finite: Tensor
+    """Whether all l_i(theta) were finite, (chains,)."""
+    rounding: Tensor
+    """By how much the rounding of the losses may have moved D_i, (chains, examples), float64."""
 
 
 class Verdict(NamedTuple):

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance.bounds import Bound
+from adammcmc.acceptance.bounds import Bound, check_order
 from adammcmc.acceptance.comparison import Comparison, Verdict
 from adammcmc.acceptance.metropolis import decisive, metropolis
 from adammcmc.acceptance.subsample import Sample, check_batch_size, check_growth, estimate
@@ -52,12 +52,17 @@ class Confidence:
     def __post_init__(self) -> None:
         if not 0 < self.delta < 1:
             raise ValueError(f"`delta` must lie between 0 and 1, got {self.delta}.")
+        if self.bound is not None and not hasattr(self.bound, "weights"):
+            raise TypeError(
+                f"`bound` must be one of acceptance.bounds, got {self.bound!r}; None takes the range that was seen."
+            )
         check_batch_size(self.batch_size)
         check_growth(self.growth)
 
     def _range(self, comparison: Comparison) -> Tensor | None:
         if self.bound is None or comparison.potential.fixed:
             return None
+        check_order(self.bound, comparison)
         n = comparison.num_examples
         largest = self.bound.weights(n, comparison.device).max() * self.bound.distance(comparison.params, comparison.proposed)
         return 2 * n * comparison.inverse_temperature() * largest

@@ -114,7 +114,7 @@ def estimate(
         else:
             if ordered.shape[1] < size:  # for some looks ahead, so that sorting does not grow with their number
                 ordered = order(order_of[chains], n, max(size, min(2 * size, int(_ALMOST_ALL * n)) if look > 1 else 0))
-            difference, is_current_finite = comparison.differences(ordered[:, x.shape[1] : size], chains)
+            difference, is_current_finite, _ = comparison.differences(ordered[:, x.shape[1] : size], chains)
         x = torch.cat([x, known[chains, None] - scale[chains, None] * difference], 1)
         sample = Sample(chains, x, n, look)
         log_ratio = sample.log_ratio
@@ -122,7 +122,9 @@ def estimate(
         is_healthy[chains] &= is_current_finite
         if is_enough is None or size == n:
             break
-        goes_on = ~is_enough(sample) & is_finite(log_ratio)  # a loss that is not finite will not become so
+        # examples that all say the same tell nothing of those that were not asked
+        is_silent = (x == x[:, :1]).all(1)
+        goes_on = (~is_enough(sample) | is_silent) & is_finite(log_ratio)  # a loss that is not finite will not become so
         chains, x, ordered = chains[goes_on], x[goes_on], ordered[goes_on]
     return result
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance.bounds import Bound
+from adammcmc.acceptance.bounds import Bound, check_order
 from adammcmc.acceptance.comparison import Comparison, Verdict
 from adammcmc.acceptance.metropolis import decisive, metropolis
 from adammcmc.acceptance.subsample import full_data
@@ -18,8 +18,6 @@ from adammcmc.leaves import is_finite
 from adammcmc.randomness import Randomness
 
 __all__ = ["Tuna"]
-
-_ROUNDING = 1e-6  # of the losses
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ class Tuna:
         if comparison.potential.fixed:  # this step's batch is all data
             y = comparison.batch_log_ratio()
             return metropolis(comparison, y, log_uniform, comparison.batch_size or float("nan")), violations
+        check_order(self.bound, comparison)
         n, known, lam = comparison.num_examples, comparison.known(), comparison.inverse_temperature()
         c, m = self.bound.weights(n, comparison.device), self.bound.distance(comparison.params, comparison.proposed)
         rate = lam * m * c.sum()
@@ -96,13 +95,21 @@ class Tuna:
         steps = c.cumsum(0)
         chosen = torch.searchsorted(steps, numbers(key, most, stream=2) * steps[-1], right=True).clamp_max(len(c) - 1)
         is_seen = torch.arange(most, device=key.device) < sizes[:, None]
-        difference, is_current_finite = comparison.differences(chosen, chains)
-        ratio = torch.where(is_seen, difference / (c[chosen] * m[:, None]), 0.0)
-        is_broken = (ratio.abs() > 1 + _ROUNDING).any(1)
+        chosen = torch.where(is_seen, chosen, chosen[:, :1])  # what is not seen must not be asked
+        difference, is_current_finite, rounding = comparison.differences(chosen, chains)
+        is_current_finite = is_current_finite | (sizes == 0)
+        most_allowed = c[chosen] * m[:, None]
+        ratio = torch.where(is_seen, difference / most_allowed, 0.0)
+        is_broken = (is_seen & (difference.abs() > most_allowed + rounding)).any(1)
         is_kept = is_seen & (numbers(key, most, stream=3) < (extra + (1 + ratio) / 2) / (extra + 1))
         said = 2 * torch.atanh(-ratio.clamp(-1, 1) / (1 + 2 * extra))
         said = torch.where(is_kept | ratio.isnan(), said, 0.0).sum(1)  # a NaN is an answer, too
         return said, sizes.double(), is_broken, is_current_finite
+
+    def complaint(self, carry: Tensor | None) -> str | None:
+        """Why the chain is not exact after all."""
+        count = 0 if carry is None else int(carry.sum())
+        return f"the bound of Tuna was broken {count} time{'s' * (count != 1)}" if count else None
 
     def approximation(self, *, fixed_data: bool) -> str | None:
         return None
