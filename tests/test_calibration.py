@@ -399,3 +399,12 @@ def test_what_makes_no_sense_is_refused(name: str) -> None:
     call, words = BAD[name]
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize(("said", "true", "word"), [(0.01, 0.05, "overconfident"), (0.05, 0.01, "underconfident")])
+def test_one_probability_of_two_classes_is_sure_of_either(said: float, true: float, word: str) -> None:
+    """Said 1% and 5% come true: 99% was claimed of the other class, and 95% came."""
+    n = 20_000
+    logits = torch.full((2, n), math.log(said / (1 - said)))
+    y = (torch.rand(n, generator=generator()) < true).long()
+    assert word in calibration.score(prediction(logits, Likelihood("bernoulli")), y).verdict

@@ -296,3 +296,45 @@ def _contrast(a: str, b: str) -> float:
     """Of two colours, as the accessibility guidelines have it: 1 to 21."""
     high, low = sorted((_luminance(a), _luminance(b)), reverse=True)
     return (high + 0.05) / (low + 0.05)
+
+
+# --- what it says is so ------------------------------------------------------------------------------------------------------
+
+
+def test_the_most_uncertain_examples_are_those(well: tuple[Path, Posterior]) -> None:
+    path, posterior = well
+    prediction = posterior.predict(points(80, seed=1), progress=False)
+    order = prediction.mutual_information.argsort(descending=True)[:12].tolist()
+    text = path.read_text().split("The examples with the largest mutual information</caption>")[1].split("</table>")[0]
+    shown = re.findall(r'<th scope="row">[^<]*?(\d+)</th>', text)
+    assert [int(x) for x in shown] == order
+    right = (prediction.labels == points(80, seed=1)[1])[order].tolist()
+    assert re.findall(r"<td>(yes|no)</td></tr>", text) == ["yes" if r else "no" for r in right]
+
+
+def test_the_words_of_acceptance_and_spread_are_their_numbers(well: tuple[Path, Posterior]) -> None:
+    path, posterior = well
+    words = Page(path.read_text()).words
+    shares = posterior.trace("num_accepted") / 5
+    low, high = sorted(shares.mean(1).tolist())
+    assert f"their means lie between {low:.2f} and {high:.2f}" in words
+    prediction = posterior.predict(points(80, seed=1), progress=False)
+    is_right = prediction.labels == points(80, seed=1)[1]
+    spread = prediction.spread.gather(1, prediction.labels[:, None])[:, 0].double()
+    for name, some in (("right", is_right), ("wrong", ~is_right)):
+        assert f"{name} ({int(some.sum())} examples): median {float(spread[some].quantile(0.5)):.3g}" in words
+
+
+def test_targets_that_cannot_be_scored_do_not_cost_the_page(well: tuple[Path, Posterior], tmp_path: Path) -> None:
+    x, y = points(20, seed=1)
+    path = well[1].report(tmp_path / "soft.html", (x, F.one_hot(y).float()), progress=False)
+    words = Page(path.read_text()).words
+    assert "Not scored: labels must be numbers of classes" in words
+    assert "The examples with the largest mutual information" in words
+
+
+def test_moments_alone_have_their_traces(tmp_path: Path) -> None:
+    posterior = sampled(keep="moments", num_draws=6)
+    path = posterior.report(tmp_path / "moments.html")
+    assert (tmp_path / "moments_figures" / "potential.svg").exists()
+    assert "12 draws of 2 chains" in Page(path.read_text()).words

@@ -61,7 +61,7 @@ def test_a_sound_run(sound: Posterior) -> None:
     summary = sound.summary(HELD_OUT)
     assert summary.grade == "sound", str(summary)
     assert summary.is_healthy
-    assert summary.verdict.startswith("no complaint: 4 chains agree (R-hat 1.0")
+    assert summary.verdict.startswith("no complaint: 4 chains agree in loss, U, predictions (R-hat 1.0")
     assert [row.name for row in summary.rows] == ["loss", "U", "predictions", "layer weight", "layer bias"]
     assert [row.verdict for row in summary.rows[:3]] == ["mixed"] * 3
     assert summary.rows[2].count == 100
@@ -428,3 +428,42 @@ def test_layers_are_probed_alike_in_all_runs() -> None:
     directions = [probe_layers([{"w": torch.eye(50)[i]}], ["w"])[0, 0, 1] for i in range(50)]
     assert abs(float(torch.stack(directions).mean())) < 4.5 / 50**0.5
     assert diagnostics.ess_bulk(found.reshape(1, 2, -1)).isnan().all()  # two draws are too few
+
+
+@pytest.mark.parametrize(("chains", "draws"), [(2, 4), (4, 4), (4, 8), (2, 10), (4, 10), (2, 20), (4, 100)])
+def test_chains_that_agree_are_not_said_to_disagree(chains: int, draws: int) -> None:
+    """Independent draws, 200 numbers: whatever their number, the grave word is rare."""
+    alarms = 0
+    for seed in range(20):
+        values = torch.randn(chains, draws, 200, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        found = summarize(
+            "t", range(chains), [Series("predictions", "outputs", values)], {}, temperatures={}, num_data=100
+        ).findings
+        alarms += any(finding.kind == "chains disagree" for finding in found)
+    assert alarms <= 3
+
+
+def test_chains_far_apart_are_said_to_disagree_however_slow_they_are() -> None:
+    noise = torch.randn(4, 60, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    slow = torch.zeros_like(noise)
+    for t in range(1, 60):
+        slow[:, t] = 0.9 * slow[:, t - 1] + noise[:, t]
+    apart = slow + 20.0 * torch.arange(4)[:, None, None]
+    found = summarize("t", range(4), [Series("predictions", "outputs", apart)], {}, temperatures={}, num_data=100).findings
+    assert found[0].kind == "chains disagree"
+
+
+def test_chains_that_rest_at_two_values_disagree() -> None:
+    """Saturated probabilities: no chain ever moves, and they say the opposite."""
+    values = torch.tensor([[0.0] * 50, [1.0] * 50, [0.0] * 50, [1.0] * 50], dtype=torch.float64)
+    assert bool(diagnostics.rhat(values) > 2)
+    assert bool(diagnostics.rhat(torch.ones(4, 50)).isnan())
+
+
+def test_predictions_of_too_few_draws_are_not_called_sound() -> None:
+    good = torch.randn(4, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    apart = torch.arange(4.0).double()[:, None, None].expand(4, 2, 1) * 100
+    series = [Series("U", "loss", good), Series("predictions", "outputs", apart)]
+    summary = summarize("t", range(4), series, {}, temperatures={}, num_data=100)
+    assert summary.grade == "undecided"
+    assert any("predictions: too few draws" in finding.says for finding in summary.findings)

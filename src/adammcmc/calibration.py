@@ -352,7 +352,7 @@ class ClassScores:
     brier: Measured
     ece: ExpectedError
     overconfidence: Measured
-    """Mean confidence - frequency: positive where more is claimed than comes true."""
+    """Mean probability of the class that is taken - how often it is right: positive where more is claimed than comes true."""
     reliability: Reliability
     selective: dict[str, RiskCurve]
     """Share of wrong classes if only the more certain examples are answered; by entropy, and by mutual information."""
@@ -465,9 +465,11 @@ def _score_classes(prediction: Prediction, targets: Tensor, num_bins: int) -> Cl
         )
     if not is_categorical and targets.shape != p.shape:
         raise ValueError(f"probabilities {tuple(p.shape)} need labels of the same shape, got {tuple(targets.shape)}.")
-    confidence, hits, _ = _binned(p, targets, num_bins)
     checked, labels = _checked_classes(p, targets)
-    wrong = (1 - _hits(checked, labels)).flatten()
+    # of the class that is taken; a number that stands for two classes is sure of one of them
+    confidence = torch.maximum(checked, 1 - checked) if checked.shape == labels.shape else checked.amax(1)
+    hits = _hits(checked, labels)
+    wrong = (1 - hits).flatten()
     uncertainties = {"entropy": prediction.entropy, "mutual information": prediction.mutual_information}
     return ClassScores(
         len(p),

@@ -214,7 +214,10 @@ def diagnose(
     if examples is not None and len(posterior) > 0:
         prediction = posterior.predict(examples)
         if prediction.targets is not None:
-            typer.echo(f"\n{adammcmc.score(prediction)}")
+            try:
+                typer.echo(f"\n{adammcmc.score(prediction)}")
+            except (ValueError, TypeError) as error:  # targets of another form than predictions can be held against
+                typer.echo(f"note: not scored: {' '.join(str(error).split())}")
 
 
 @app.command()
@@ -233,11 +236,19 @@ def report(
     Then traces, acceptance, self-tests, R-hat and effective draws; with held-out data the reliability, the spread and the most
     uncertain examples. Without --output it goes into the folder of the run.
     """
-    page = run / "report.html" if output is None else output
-    _check_output(page, ".html")
+    if output is not None:
+        _check_output(output, ".html")
     recipe, posterior = _opened(run, config)
+    page = run / "report.html" if output is None else output
     examples = _examples(recipe, data) if len(posterior) else None
-    typer.echo(f"report: {posterior.report(page, examples, title=title).resolve().as_uri()}")
+    try:
+        written = posterior.report(page, examples, title=title)
+    except (ValueError, TypeError, RuntimeError) as error:  # a network that is not called with inputs alone, for example
+        if examples is None or data is not None:
+            raise
+        written = posterior.report(page, title=title)
+        typer.echo(f"note: the held-out data cannot be predicted: {' '.join(str(error).split())}")
+    typer.echo(f"report: {written.resolve().as_uri()}")
 
 
 @app.command()

@@ -26,6 +26,8 @@ def run_demo(output: Path, *, epochs: int = 8, gap: int = 20, num_draws: int = 1
     from rich.console import Console
     from rich.table import Table
 
+    if output.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"the picture must be a .png, .pdf or .svg file, got '{output}'.")
     if not output.parent.is_dir():
         raise FileNotFoundError(f"the folder '{output.parent}' for the picture does not exist.")
     console, began = Console(), time.monotonic()

@@ -40,7 +40,8 @@ def rhat(values: Tensor) -> Tensor:
         return _nothing(shape)
     halves = _halves(x)
     folded = (halves - _median(halves)).abs()
-    return _known(torch.maximum(_rhat(_normal_scores(halves)), _rhat(_normal_scores(folded))), x).reshape(shape)
+    # (chains that never move have no spread about the median: that says nothing, not that they agree)
+    return _known(torch.fmax(_rhat(_normal_scores(halves)), _rhat(_normal_scores(folded))), x).reshape(shape)
 
 
 def ess_bulk(values: Tensor) -> Tensor:

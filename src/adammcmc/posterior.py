@@ -89,6 +89,11 @@ class Posterior:
         return [dict(record) for record in self._records]
 
     @property
+    def made(self) -> list[Record]:
+        """As `index`, of all draws that were made, also where their weights were not kept."""
+        return list(self._records if self._is_part else [r for r in self.store.index if r["chain"] in self._chains])
+
+    @property
     def num_chains(self) -> int:
         return len(self._chains)
 
@@ -272,7 +277,7 @@ class Posterior:
         """
         health = dict(zip(self._chains, self.health(), strict=False))
         knows_potential = all(saved["health"]["context"]["knows_potential"] for saved in self._saved())
-        made = self._records if self._is_part else [r for r in self.store.index if r["chain"] in self._chains]
+        made = self.made
         chains, places, notes = _compared(made, self._chains)
         why = "" if knows_potential else "of batches: mostly their noise"
         series = [

@@ -24,7 +24,8 @@ from adammcmc.health import Finding, Health
 
 __all__ = ["Row", "Series", "Summary", "layers_of", "probe_layers", "summarize"]
 
-_MIXED, _NEARLY_MIXED, _APART = 1.01, 1.05, 1.1
+_MIXED, _NEARLY_MIXED, _APART, _FAR_APART = 1.01, 1.05, 1.1, 1.5
+_FEW_DRAWS = 20.0  # of a chain: with fewer, R-hat of chains that agree may be anything
 _ENOUGH_DRAWS = 100.0  # effective: a mean is then known to a tenth of its spread
 _LEAST_DRAWS = 4
 _FEW_EXAMPLES = 5.0
@@ -133,7 +134,8 @@ class Summary:
         """In words: the gravest first."""
         if not self.findings:
             draws = f"{self.num_chains * self.num_draws:,} draws are worth {self.ess:,.0f} independent ones"
-            return f"no complaint: {self.num_chains} chains agree (R-hat {self.rhat:.3f}), their {draws}"
+            judged = ", ".join(row.name for row in self.rows if row.is_judged)
+            return f"no complaint: {self.num_chains} chains agree in {judged} (R-hat {self.rhat:.3f}), their {draws}"
         return "; ".join(finding.says for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -247,15 +249,17 @@ def _row(series: Series, *, alone: bool) -> Row:
 
     ratios, bulk, tail = of_parts(rhat), of_parts(ess_bulk), of_parts(ess_tail)
     # draws of each chain by itself: what chains disagree in must not excuse their disagreement
-    own_ess = torch.stack([torch.minimum(ess_bulk(chain), ess_tail(chain)) for chain in single]).sum(0)
-    chance = rhat_by_chance(own_ess, len(values), count)
+    own_ess = torch.stack([torch.minimum(ess_bulk(chain), ess_tail(chain)) for chain in single])
+    chance = rhat_by_chance(own_ess.sum(0), len(values), count)
     limits = chance.clamp(_MIXED, _NEARLY_MIXED)
     worst = int(ratios.nan_to_num(nan=0.0).amax(0).argmax())
     ess = -_largest(-bulk), -_largest(-tail)
     verdict = series.why
     if series.is_judged:
-        is_apart, is_mixed = bool((ratios > chance.clamp_min(_APART)).any()), not bool((ratios > limits).any())
-        verdict = _verdict(values, is_apart, is_mixed, min(ess))
+        # a grave word needs enough draws of each chain by itself; far apart, that many draws at all
+        is_sure = (own_ess.amin(0) >= _FEW_DRAWS) | ((ratios > _FAR_APART) & (values.shape[1] >= _FEW_DRAWS))
+        is_apart = bool((is_sure & (ratios > chance.clamp_min(_APART))).any())
+        verdict = _verdict(values, is_apart, not bool((ratios > limits).any()), min(ess))
     return Row(
         name=series.name,
         kind=series.kind,
@@ -332,6 +336,8 @@ def _of_series(
     if not moving and not still:
         says = "cannot tell whether they converged: U was only estimated, on batches; give `inputs` to compare predictions"
         found.append(Finding("cannot tell", says))
+    if short := [row.name for _, row in judged if row.verdict == "too few draws"]:
+        found.append(Finding("cannot tell", f"cannot tell yet of {', '.join(short)}: too few draws were kept"))
     if len(chains) == 1:
         found.append(Finding("one chain", "one chain only: whether another one would agree cannot be told"))
     elif differ_in:

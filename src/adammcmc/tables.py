@@ -71,7 +71,10 @@ def summary_line(prediction: Prediction) -> str:
     line = f"{len(prediction):,} examples, {prediction.num_draws:,} draws"
     if not isinstance(prediction.targets, Tensor):
         return line
-    scores = score(prediction)
+    try:
+        scores = score(prediction)
+    except (ValueError, TypeError) as error:  # targets of another form than predictions can be held against
+        return f"{line}; not scored: {error}"
     if isinstance(scores, ClassScores):
         return f"{line}; accuracy {scores.accuracy}"
     return f"{line}; root mean square error {scores.rmse.value:.4g} +- {scores.rmse.error:.2g}"

@@ -59,13 +59,17 @@ def acceptance(steps: Mapping[int, Array], values: Mapping[int, Array]) -> Drawi
     return drawing
 
 
-def reliability(confidence: Array, accuracy: Array, error: Array, count: Array, ece: float) -> Drawing:
+def reliability(
+    confidence: Array, accuracy: Array, error: Array, count: Array, ece: float, *, is_binary: bool = False
+) -> Drawing:
     """How often the tag is right, against how sure the mean prediction is, in bins; below, how many examples are in each."""
-    with axes("reliability", "Is it as often right as it is sure?", width=4.6, height=4.2) as (ax, made):
+    title = "Does it come true as often as it says?" if is_binary else "Is it as often right as it is sure?"
+    with axes("reliability", title, width=4.6, height=4.2) as (ax, made):
         ax.plot([0, 1], [0, 1], color=MUTED, lw=1, ls="--")
         ax.bar(confidence, 0.25 * count / count.max(), width=0.02, color=SERIES[5], alpha=0.35, label="examples (not to scale)")
         ax.errorbar(confidence, accuracy, yerr=error, color=SERIES[0], marker="o", ms=4, lw=1, capsize=2, label="measured")
-        ax.set(xlabel="mean confidence in the bin", ylabel="share that is right", xlim=(0, 1.02), ylim=(0, 1.05))
+        x, y = ("mean probability of class 1", "share of class 1") if is_binary else ("mean confidence", "share that is right")
+        ax.set(xlabel=f"{x} in the bin", ylabel=y, xlim=(0, 1.02), ylim=(0, 1.05))
         ax.legend(loc="upper left", fontsize=9)
         points = ", ".join(f"{c:.2f}: {a:.2f}" for c, a in zip(confidence, accuracy, strict=True))
         made.append(f"Expected calibration error {ece:.3f}. Confidence and share that is right, bin by bin: {points}.")

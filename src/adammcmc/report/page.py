@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from adammcmc.calibration import ClassScores, score, uncertainties
+from adammcmc.calibration import ClassScores, ValueScores, score, uncertainties
 from adammcmc.report import figures
 from adammcmc.report.drawing import THEME, Drawing
 
@@ -180,7 +180,7 @@ def _agreement(summary: Summary) -> Section:
 
 
 def _chains(posterior: Any) -> Section:
-    index = posterior.index
+    index = posterior.made
     drawings = []
     for name, label, title in (
         ("potential", "U", "U, minus the log of the target, at the draws"),
@@ -241,18 +241,25 @@ def _self_tests(posterior: Any, health: Sequence[Health]) -> Section:
 def _answers(prediction: Prediction, names: Sequence[str] | None) -> list[Section]:
     sections = []
     is_right: Tensor | None = None
+    scores: ClassScores | ValueScores | None = None
     if isinstance(prediction.targets, Tensor):
-        scores = score(prediction)
+        try:
+            scores = score(prediction)
+        except (ValueError, TypeError) as error:  # the page is needed most where something is wrong
+            sections.append(Section("calibration", "Is it right?", [f"Not scored: {error}"]))
+    if scores is not None:
         if isinstance(scores, ClassScores):
+            assert isinstance(prediction.targets, Tensor)
             hits = prediction.labels == prediction.targets.to(prediction.labels.dtype)
             is_right = hits.reshape(len(hits), -1).all(1)
             curve = scores.reliability
+            is_binary = "categorical" not in prediction.likelihood.name
             some = curve.counts > 0
-            confidence, frequency, error, counts = (
+            confidence, frequency, bars, counts = (
                 x[some].double().numpy() for x in (curve.confidence, curve.frequency, curve.error, curve.counts)
             )
             drawings = [
-                figures.reliability(confidence, frequency, error, counts, scores.ece.value),
+                figures.reliability(confidence, frequency, bars, counts, scores.ece.value, is_binary=is_binary),
                 figures.risk({name: (c.coverage.numpy(), c.risk.numpy()) for name, c in scores.selective.items()}),
             ]
             numbers = [
@@ -333,7 +340,7 @@ def _number(value: float, form: str) -> str:
 
 
 def _title(posterior: Any) -> str:
-    draws, chains = _plural(len(posterior), "draw"), _plural(posterior.num_chains, "chain")
+    draws, chains = _plural(len(posterior.made), "draw"), _plural(posterior.num_chains, "chain")
     return f"{type(posterior.model).__name__}: {draws} of {chains}"
 
 
