@@ -296,6 +296,9 @@ class Posterior:
         manifest = self.store.manifest
         told = manifest.get("chains") or []
         seconds, num_gradients = (math.nan, math.nan) if self._is_part else self._costs(chains)
+        differ_in = list(manifest["configuration"].get("scan", {})) if len(chains) > 1 else []
+        if differ_in:  # each chain is looked at alone, and so is its price
+            seconds, num_gradients = seconds / len(chains), num_gradients / len(chains)
         return summarize(
             self.target,
             chains,
@@ -305,7 +308,7 @@ class Posterior:
             num_data=manifest["data"]["num_data"],
             seconds=seconds,
             num_gradients=num_gradients,
-            differ_in=list(manifest["configuration"].get("scan", {})) if len(chains) > 1 else (),
+            differ_in=differ_in,
             notes=notes,
         )
 

@@ -92,9 +92,9 @@ class Summary:
     findings: tuple[Finding, ...]
     """All that is wrong or cannot be told, the gravest first: of the chains' own, and of what they say together."""
     seconds: float
-    """That the draws took, burn-in not counted; NaN where nobody knows."""
+    """That the draws took, burn-in not counted (of a scan: one chain's share); NaN where nobody knows."""
     num_gradients: float
-    """Of batches, in all chains, burn-in not counted; NaN where nobody knows."""
+    """Of batches, in all chains, burn-in not counted (of a scan: one chain's share); NaN where nobody knows."""
     notes: tuple[str, ...] = ()
     """What was left out, and what would tell more."""
 

@@ -79,6 +79,8 @@ def write_report(
         raise ValueError(f"the report must be an .html file, got '{path}'.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder '{path.parent}' for the report does not exist.")
+    if hasattr(data, "__next__"):
+        raise TypeError("`data` is read more than once: give tensors, a Dataset or a DataLoader, not an iterator.")
     prediction = None
     if data is not None:
         prediction = posterior.predict(data, progress=progress)
