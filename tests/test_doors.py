@@ -322,3 +322,13 @@ def test_a_control_variate_of_a_network_with_running_statistics() -> None:
         noises.append(float(sampler.info.log_ratio_noise))
     assert torch.equal(model[1].running_mean, statistics)
     assert max(noises) < 0.15
+
+
+@pytest.mark.parametrize("test", [FullData(), Barker(30), Penalty(30)], ids=str)
+def test_losses_of_examples_in_low_precision_are_refused(test: Any) -> None:
+    model = nn.Linear(3, 2)
+    x, y = torch.randn(60, 3), torch.randint(2, (60,))
+    examples = TensorExamples(lambda x, y: F.cross_entropy(model(x), y, reduction="none").bfloat16(), x, y)
+    sampler = MALA(model.parameters(), 1e-3, num_data=60, prior=Gaussian(), acceptance=test, examples=examples)
+    with pytest.raises(TypeError, match="would swamp the acceptance ratio"):
+        sampler.step(lambda: F.cross_entropy(model(x), y))

@@ -135,7 +135,7 @@ class Comparison:
                 kept = chains
                 if isinstance(indices, Tensor) and indices.dim() > 1:
                     rows = indices[:1].repeat(self.num_chains, 1).index_copy_(0, chains, indices)
-        losses = [self.potential.example_losses(leaves, rows)[kept] for leaves in (params, proposed)]
+        losses = [self._losses(leaves, rows)[kept] for leaves in (params, proposed)]
         eps = torch.finfo(losses[0].dtype).eps
         before, after = (x.double() for x in losses)
         difference = after - before
@@ -143,13 +143,22 @@ class Comparison:
             difference = difference - control.differences(params, proposed, rows)[kept]
         return Differences(difference, is_finite(before.sum(1)), 4 * eps * torch.maximum(before.abs(), after.abs()))
 
+    def _losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
+        losses = self.potential.example_losses(params, indices)
+        if losses.dtype in (torch.bfloat16, torch.float16):
+            raise TypeError(
+                f"the losses of the examples are in {losses.dtype}: their rounding, times num_data, would swamp the acceptance "
+                "ratio. Compute them in float32, for example F.cross_entropy(model(x).float(), y, reduction='none')."
+            )
+        return losses
+
     def current_losses(self, indices: slice | Tensor) -> Tensor:
         """l_i(theta) for chosen examples of the data set, (chains, examples), float64."""
-        return self.potential.example_losses(self.params, indices).double()
+        return self._losses(self.params, indices).double()
 
     def proposed_losses(self, indices: slice | Tensor) -> Tensor:
         """l_i(tau) for chosen examples of the data set, (chains, examples), float64."""
-        return self.potential.example_losses(self.proposed, indices).double()
+        return self._losses(self.proposed, indices).double()
 
 
 class Differences(NamedTuple):
