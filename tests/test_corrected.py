@@ -13,7 +13,15 @@ from scipy import stats
 from torch import Tensor, nn
 
 import adammcmc
-from adammcmc import CorrectedMALA, DataDensity, Gaussian, PerExampleLossRequired, TensorExamples, kernels
+from adammcmc import (
+    CorrectedMALA,
+    DataDensity,
+    Gaussian,
+    PerExampleLossRequired,
+    StochasticClosure,
+    TensorExamples,
+    kernels,
+)
 from adammcmc.kernel import ChainState, Info
 from adammcmc.kernels.corrected import CarriedBatch
 from adammcmc.leaves import Leaves
@@ -389,3 +397,33 @@ def test_chains_of_a_stack_have_their_own_batches_and_are_those_of_a_run_one_aft
             torch.testing.assert_close(one[key], other[key], rtol=1e-7, atol=1e-7)
     accepted = [sum(r["num_accepted"] for r in runs[0].chain(c).index) for c in range(3)]
     assert 0 < sum(accepted) < 3 * 30
+
+
+@pytest.mark.parametrize(
+    ("layer", "error", "words"),
+    [
+        (nn.BatchNorm1d(8), PerExampleLossRequired, "uses the statistics of its batch"),
+        (nn.Dropout(0.5), StochasticClosure, "draws random numbers"),
+    ],
+    ids=["batch statistics", "dropout"],
+)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_losses_that_are_no_function_of_the_weights_are_refused_in_both_ways_of_running(
+    layer: nn.Module, error: type[Exception], words: str, stacked: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(5, 8), layer, nn.Tanh(), nn.Linear(8, 3)).train()
+    make = partial(CorrectedMALA, step_size=1e-3, rho=0.5, prior=Gaussian())
+    data = torch.randn(40, 5), torch.randint(3, (40,))
+    with pytest.raises(error, match=words):
+        adammcmc.sample(
+            model,
+            data,
+            F.cross_entropy,
+            sampler=make,
+            num_chains=2,
+            num_draws=2,
+            gap=1,
+            burn_in=1,
+            stacked=stacked,
+            progress=False,
+        )

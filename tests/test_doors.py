@@ -28,7 +28,7 @@ from adammcmc import (
     Underdamped,
     sample,
 )
-from adammcmc.acceptance import ClampedLoss, beta_eff, last_layer_bound
+from adammcmc.acceptance import ClampedLoss, DerivativeBound, beta_eff, last_layer_bound
 from tests.doors import DOORS, X, Y, closure, mala, network, same, seeded, weights
 
 
@@ -332,3 +332,32 @@ def test_losses_of_examples_in_low_precision_are_refused(test: Any) -> None:
     sampler = MALA(model.parameters(), 1e-3, num_data=60, prior=Gaussian(), acceptance=test, examples=examples)
     with pytest.raises(TypeError, match="would swamp the acceptance ratio"):
         sampler.step(lambda: F.cross_entropy(model(x), y))
+
+
+def _steps(sampler: MALA, closure: Any) -> None:
+    for _ in range(30):
+        sampler.step(closure)
+
+
+def test_a_broken_bound_is_said_wherever_one_looks_and_stays_so() -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(16, 3), torch.randn(64, 16), torch.randint(3, (64,))
+
+    def sampler(model: nn.Module) -> MALA:
+        examples = TensorExamples(lambda x, y: F.cross_entropy(model(x), y, reduction="none"), x, y)
+        bound = DerivativeBound(torch.full((64,), 0.05))  # far too small
+        return MALA(model.parameters(), 1e-3, num_data=64, prior=Gaussian(), acceptance=Tuna(bound, 0.1), examples=examples)
+
+    first = sampler(model)
+    assert first.describe().endswith("| exact")
+    with pytest.warns(UserWarning, match="the chain is no longer exact"):
+        _steps(first, lambda: F.cross_entropy(model(x), y))
+    assert "the bound of Tuna was broken" in first.describe()
+    assert any(finding.kind == "biased" and "broken" in finding.says for finding in first.health().findings)
+    second = sampler(model)
+    second.load_state_dict(first.state_dict())
+    assert second.approximations() == first.approximations() != []
+    with torch.no_grad():
+        model.weight.mul_(1.01)  # someone else writes the weights
+    second.step(lambda: F.cross_entropy(model(x), y))
+    assert "the bound of Tuna was broken" in second.describe()
