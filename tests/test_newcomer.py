@@ -23,7 +23,7 @@ def test_from_a_fresh_clone_to_a_spread(tmp_path: Path) -> None:
     (clone / ".venv").symlink_to((ROOT / ".venv").resolve())
     environment = os.environ | {"PYTHONPATH": str(clone / "src"), "COLUMNS": "200"}
     made = subprocess.run(
-        ["make", "--always-make", "--assume-old=.venv/installed", "demo"],
+        ["make", "--old-file=.venv/installed", "demo"],
         cwd=clone,
         env=environment,
         capture_output=True,
