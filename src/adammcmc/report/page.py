@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from adammcmc.calibration import ClassScores, ValueScores, score, uncertainties
+from adammcmc.data import Data
 from adammcmc.report import figures
 from adammcmc.report.drawing import THEME, Drawing
 
@@ -79,7 +80,7 @@ def write_report(
         raise ValueError(f"the report must be an .html file, got '{path}'.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder '{path.parent}' for the report does not exist.")
-    if hasattr(data, "__next__"):
+    if hasattr(data, "__next__") and not isinstance(data, Data):  # (a source of batches of our own can begin anew)
         raise TypeError("`data` is read more than once: give tensors, a Dataset or a DataLoader, not an iterator.")
     prediction = None
     if data is not None:
