@@ -244,9 +244,9 @@ def test_tests_that_choose_their_examples(test: Any) -> None:
     def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return F.softplus(x @ w)
 
-    target = DataDensity(
-        loss, x, prior=Gaussian(), batch_size=10, inverse_temperature=0.1, control_variate=ControlVariate(reference)
-    )
+    has_control = not isinstance(test, Tuna)  # whose bound is of the losses themselves
+    control = ControlVariate(reference) if has_control else None
+    target = DataDensity(loss, x, prior=Gaussian(), batch_size=10, inverse_temperature=0.1, control_variate=control)
     kernel = kernels.mala(0.01, acceptance=test)
     draws, info = sample_density(target, reference.expand(20, 3).clone(), kernel, num_steps=10)
     assert draws.is_cuda
@@ -257,7 +257,8 @@ def test_tests_that_choose_their_examples(test: Any) -> None:
     sampler = MALA(
         model.parameters(), 1e-3, num_data=256, prior=Gaussian(), acceptance=test, examples=examples, inverse_temperature=0.1
     )
-    sampler.use_control_variate()
+    if has_control:
+        sampler.use_control_variate()
     for _ in range(5):
         sampler.step(lambda: F.cross_entropy(model(inputs[:64]), targets[:64]))
     assert "looks at sums on the way" in (sampler._why_not_captured() or "")

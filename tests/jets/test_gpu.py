@@ -122,12 +122,12 @@ def test_chains_of_jets_run_at_once_without_waiting(jets: Jets, sync_mode: None)
     """A stack of chains over clouds: neighbours, batch statistics and dropout of each chain on the device."""
     torch.manual_seed(0)
     net = ParticleNetLite().cuda().train()
-    data = JetData(jets, 64, device="cuda", num_neighbours=7)
+    data = JetData(jets, 64, device="cuda", num_neighbours=7, capacity="auto")  # one shape, so that steps are captured
     sampler = AdamMCMC(net.named_parameters(), lr=1e-4, sigma=1e-3, sigma_along=2.0, num_data=len(jets), prior=Gaussian())
     setups = [setup_of(sampler, net)] * 5
     stack = StackedSampler(sampler, net, Loss(F.cross_entropy), setups, streams(range(5), torch.device("cuda")))
     stack.try_out(next(data))
-    for _ in range(3):
+    for _ in range(8):
         stack.step(next(data))
     batches = [next(data) for _ in range(25)]
     torch.cuda.synchronize()
