@@ -30,11 +30,11 @@ def wide_uniform(low: int, high: int) -> float:
     return ((high * 2**32 + low) / 4096 + 0.5) * 2.0**-52
 
 
-def normals(key: int, base: int, size: int) -> Tensor:
+def normals(key: int, base: int, size: int, draw: int = 0) -> Tensor:
     """N(0, 1) numbers of a tensor of this size whose groups of four are counted from `base`; float64."""
     values: list[float] = []
     for group in range(-(-size // 4)):
-        a, b, c, d = philox(key, (base + group, 0, 0, 0))
+        a, b, c, d = philox(key, (base + group, 0, 0, draw))
         for first, second in ((a, b), (c, d)):
             radius, angle = math.sqrt(-2 * math.log(uniform(first))), 2 * math.pi * (uniform(second) - 0.5)
             values += [radius * math.cos(angle), radius * math.sin(angle)]

@@ -19,7 +19,6 @@ from adammcmc import (
     MALA,
     AdamMCMC,
     AlwaysAccept,
-    AsReleased,
     FullData,
     Gaussian,
     Minibatch,
@@ -257,7 +256,7 @@ class TestFallback:
 
     def test_a_sampler_that_counts_on_the_host(self) -> None:
         model = network()
-        sampler = AsReleased(model.parameters(), num_data=320, sigma=1e-3, sigma_along=6.0)
+        sampler = AdamMCMC(model.parameters(), num_data=320, sigma=1e-3, sigma_along=2.0, fused=False)
 
         def loss(batch: Any) -> torch.Tensor:
             return F.cross_entropy(model(batch[0]), batch[1])

@@ -23,7 +23,7 @@ from adammcmc.fused import Settings, read_row
 from adammcmc.kernel import ChainState, Info
 from adammcmc.kernels import AdamMCMCKernel
 from adammcmc.onepass import OnePass
-from adammcmc.proposal import Prolate
+from adammcmc.proposal import Elementwise, Prolate
 from adammcmc.target import Evaluation, Gaussian, potential_difference
 from tests import philox
 
@@ -72,13 +72,13 @@ class Fixed:
         return self.prior.log_density([p[0] for p in params]).reshape(1)
 
 
-def noise_of(key: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """z and eps as the oracle has them."""
+def noise_of(key: int, draw: int = 0) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """z and eps as the oracle has them; of the second draw, the zeta of the released code."""
     key %= 1 << 64
     base, noise = 0, []
     for shape in SHAPES:
         size = math.prod(shape)
-        noise.append(philox.normals(key, base, size).view(1, *shape).float().to(DEVICE))
+        noise.append(philox.normals(key, base, size, draw).view(1, *shape).float().to(DEVICE))
         base += -(-size // 4)
     return torch.tensor([philox.along_and_uniform(key)[0]], dtype=torch.float64, device=DEVICE), tuple(noise)
 
@@ -88,7 +88,8 @@ def pure_step(
 ) -> tuple[ChainState, Info]:
     along, noise = noise_of(KEY)
     monkeypatch.setattr(proposal, "draw_along", lambda params, generator: along)
-    monkeypatch.setattr(proposal, "standard_normal", lambda like, generator: noise)
+    draws = itertools.chain([noise, noise_of(KEY, 1)[1]])
+    monkeypatch.setattr(proposal, "standard_normal", lambda like, generator: next(draws))
     log_uniform = torch.tensor([philox.along_and_uniform(KEY % (1 << 64))[1]], dtype=torch.float64, device=DEVICE)
     monkeypatch.setattr("adammcmc.acceptance.metropolis.decisive", lambda comparison, generator: log_uniform)
     return kernel.step(state, potential, torch.Generator(DEVICE))  # type: ignore[arg-type]
@@ -111,6 +112,9 @@ CASES = {
     "nan at theta": {"loss": math.nan},
     "bad gradient": {"bad": math.inf},
     "frozen": {"frozen": 4},
+    "as released": {"elementwise": True},
+    "as released, refused": {"elementwise": True, "rise": 0.5},
+    "as released, prior": {"elementwise": True, "prior": Gaussian((0.5, 1.0, 2.0, 3.0))},
 }
 
 
@@ -122,6 +126,8 @@ BACKENDS = {"triton": OnePass, "c": CompiledOnePass}
 def test_one_pass_equals_the_pure_kernel(case: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend == "c":
         needs_c()
+        if "elementwise" in CASES[case]:
+            pytest.skip("on a GPU only")
     options = {"rise": -1e-4, "batch": 40, "prior": None, "fixed": False, "acceptance": Minibatch(), "sigma": 0.01} | CASES[
         case
     ]
@@ -147,14 +153,25 @@ def test_one_pass_equals_the_pure_kernel(case: str, backend: str, monkeypatch: p
     frozen_at = torch.full((1,), options.get("frozen", -1), dtype=torch.int64, device=DEVICE)
     memory = AdamMemory(tuple(x[None].clone() for x in m1), tuple(x[None].clone() for x in m2), counts)
     state = ChainState(theta, memory, potential.here if options["fixed"] else None, None, 7, frozen_at)
-    kernel = AdamMCMCKernel(Adam(lr, list(betas), eps), Prolate(sigma, 1.5), acceptance)
+    law = Elementwise if "elementwise" in options else Prolate
+    kernel = AdamMCMCKernel(Adam(lr, list(betas), eps), law(sigma, 1.5), acceptance)
     expected, info = pure_step(kernel, state, potential, monkeypatch)
 
     before = [p.clone() for p in params]
     flag, rates = frozen_at.clone(), torch.full((1,), 0.25, dtype=torch.float64, device=DEVICE)
     backup = [torch.full_like(p, torch.nan) for p in params]
+    more = {"elementwise": True} if "elementwise" in options else {}
     one = BACKENDS[backend](
-        params, m1, m2, backup, counts=counts, num_steps=7, frozen_at=flag, sum_rates=rates, fixed=bool(options["fixed"])
+        params,
+        m1,
+        m2,
+        backup,
+        counts=counts,
+        num_steps=7,
+        frozen_at=flag,
+        sum_rates=rates,
+        fixed=bool(options["fixed"]),
+        **more,
     )
     one.tell(Settings(1.5, lr, betas, eps, sigma, [0.0] * n if prior is None else list(prior.precision(params))))
     table, fresh = one.point_at(grads), one.point_at(fresh_grads)

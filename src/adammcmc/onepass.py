@@ -5,8 +5,10 @@ A step after the gradient g is known reads theta, g, m1, m2 once and writes m1, 
     m1 <- m1 + (1 - beta1) (g - m1),   m2 <- beta2 m2 + (1 - beta2) g^2,   u = lr m1hat / (sqrt(m2hat) + eps)
     tau = theta + sigma eps + (sigma_along z - 1) u;      sums of u^2, u eps / sigma, and of a Gaussian prior, in float64
 
-eight passes over memory where Adam makes seven. After the loss at tau is known, one small kernel decides, and one copies theta
-back if the proposal was refused (for fixed data: keeps the new gradient if it was not). Nothing waits for the host.
+eight passes over memory where Adam makes seven. (For the released code's proposal, `proposal.Elementwise`, z is a number for
+each weight, and its part of u.d is in the second sum.) After the loss at tau is known, one small kernel decides, and one
+copies theta back if the proposal was refused (for fixed data: keeps the new gradient if it was not). Nothing waits for the
+host.
 
 The noise is counter-based: eps of weight e is a function of (key, e) alone, Philox-4x32-10 and Box-Muller, and the key of a
 step comes from the sampler's generator. How the kernels are launched has no influence on it.
@@ -42,7 +44,8 @@ _SMALL = 1 << 20  # weights; below, one launch is faster than two with aligned l
 
 @triton.jit
 def _prepare(
-    key_at, settings, counts, coefficients, numbers, num_tensors, losses, num_losses, frozen_at, BLOCK: tl.constexpr
+    key_at, settings, counts, coefficients, numbers, num_tensors, losses, num_losses, frozen_at, ELEMENTWISE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What is the same for all weights of a tensor (bias correction), and what for all: z, the uniform number, and whether
     the chain may move (it is not frozen, and the loss where it stands is a number)."""
@@ -59,6 +62,8 @@ def _prepare(
     z = radius * tl.cos(6.283185307179586 * (wide_uniform(c, d) - 0.5))
     a, b, c, d = tl.philox(key, zero, zero, zero + 2, zero)
     one = tl.arange(0, 1)
+    if ELEMENTWISE:
+        z = z * 0  # each weight has its own
     tl.store(numbers + one, z)
     tl.store(numbers + 1 + one, tl.load(settings + one) * z - 1.0)  # the first setting is sigma_along
     tl.store(numbers + 2 + one, tl.log(wide_uniform(a, b)))
@@ -89,7 +94,8 @@ def _prepare(
 @triton.jit
 def _propose(
     places, gradients, sizes, bases, chunks, num_chunks, coefficients, numbers, key_at, sums, num_sums, first,
-    num_tensors, inverse_scale, HAS_PRIOR: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+    num_tensors, inverse_scale, settings, HAS_PRIOR: tl.constexpr, ELEMENTWISE: tl.constexpr, FULL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """theta, g, m1, m2 -> m1, m2, the copy of theta, and tau where theta was; partial sums of each program."""
     program = tl.program_id(0)
@@ -134,7 +140,12 @@ def _propose(
         u = step_size * u1 / (tl.sqrt(u2) + eps)
         u = tl.where(sound, u, float("nan"))
         m1, m2 = tl.where(sound, u1, m1), tl.where(sound, u2, m2)
-        tau = p + sigma * noise + along * u
+        shift = along * u
+        if ELEMENTWISE:
+            n0, n1, n2, n3 = normals(key, index, 1)
+            zeta = tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3))
+            shift += tl.load(settings).to(tl.float32) * zeta * u
+        tau = p + sigma * noise + shift
         if FULL:
             tl.store(m1_at + e, m1)
             tl.store(m2_at + e, m2)
@@ -152,6 +163,8 @@ def _propose(
         square += uu
         ratio += uu * whiten * whiten
         cross += tl.sum(wide_u * noise.to(tl.float64)) * whiten
+        if ELEMENTWISE:  # as noise in units of sigma: the rank-one ratio sees the displacement that was made
+            cross += tl.sum(wide_u * wide_u * zeta.to(tl.float64)) * tl.load(settings) * whiten * whiten
         if HAS_PRIOR:
             wide_p, wide_tau = p.to(tl.float64), tau.to(tl.float64)
             level += tl.sum(wide_p * wide_p) * precision
@@ -324,6 +337,7 @@ class OnePass:
         frozen_at: (1,), int64, the flag of the sampler.
         sum_rates: (1,), float64, the sampler's running sum of acceptance rates.
         fixed: data are fixed: the loss and the gradient at theta are kept for the next step.
+        elementwise: the released code's noise along the step, see `proposal.Elementwise`.
     """
 
     def __init__(
@@ -338,8 +352,10 @@ class OnePass:
         frozen_at: Tensor,
         sum_rates: Tensor,
         fixed: bool,
+        elementwise: bool = False,
     ) -> None:
         device = params[0].device
+        self._elementwise = elementwise
         self.device, self.fixed, self.num_tensors = device, fixed, len(params)
         self.backup = list(backup)
         self.largest = max(p.numel() for p in params)
@@ -418,14 +434,14 @@ class OnePass:
         n = self.num_tensors
         _prepare[(1,)](
             key, self._settings, self._counts, self._coefficients, self._numbers, n, losses, losses.numel(), self._frozen_at,
-            BLOCK=128,
+            ELEMENTWISE=self._elementwise, BLOCK=128,
         )  # fmt: skip
         first = 0
         for (chunks, num_chunks, is_full), width in zip(self._launches, self._widths, strict=True):
             _propose[(width,)](
                 self._places, gradients, self._sizes, self._bases, chunks, num_chunks, self._coefficients, self._numbers,
-                key, self._sums, self._sums.shape[1], first, n, 1 / scale,
-                HAS_PRIOR=any(settings.precision), FULL=is_full, BLOCK=_BLOCK, num_warps=_WARPS,
+                key, self._sums, self._sums.shape[1], first, n, 1 / scale, self._settings,
+                HAS_PRIOR=any(settings.precision), ELEMENTWISE=self._elementwise, FULL=is_full, BLOCK=_BLOCK, num_warps=_WARPS,
             )  # fmt: skip
             first += width
 

@@ -98,6 +98,7 @@ class AdamMCMC(Sampler):
 
     _own_caches = ("_bound", "_built", "_steps", "_passes", "_told", "_graph_table")
     _one_pass_devices: tuple[str, ...] = ("cuda",)
+    _is_elementwise = False
     _target_acceptance = kernels.AdamMCMCKernel.target_acceptance
     _tunes_sigma_along = True
 
@@ -204,6 +205,10 @@ class AdamMCMC(Sampler):
             self._passes = None
             self._not_fused(f"the test must look at the batch, not {self.acceptance}")
             return None
+        if is_cpu and self._is_elementwise:
+            self._passes = None
+            self._not_fused("the released code's noise is made so on a GPU only")
+            return None
         memory = self._gather(packing)
         key = (packing, memory.exp_avg, self._frozen_at, self._sum_acceptance, self.fixed_data)
         if self._passes is None or not same(self._passes.key, key):
@@ -224,6 +229,7 @@ class AdamMCMC(Sampler):
                     frozen_at=self._frozen_at,
                     sum_rates=self._sum_acceptance,
                     fixed=self.fixed_data,
+                    **({"elementwise": True} if self._is_elementwise else {}),
                 )
                 self._here = None
                 if self.fixed_data:
@@ -375,8 +381,6 @@ class AdamMCMC(Sampler):
         self._steps.add_(1)
 
     def _why_not_captured(self) -> str | None:
-        if not self._one_pass_devices:
-            return f"{type(self).__name__} keeps Adam's step counts on the host"
         if self._one_pass(self._layout()) is None:
             return (
                 "Adam's step counts are on the host unless its step is fused, which needs Triton, contiguous float32 "
@@ -470,7 +474,7 @@ class AsReleased(AdamMCMC):
     units.
     """
 
-    _one_pass_devices = ()
+    _is_elementwise = True
 
     def _kernel(self, packing: Packing) -> kernels.AdamMCMCKernel:
         lrs = [float(lr) for lr in self._options("lr")]

@@ -1,0 +1,106 @@
+"""How large a replication is, and the paper's numbers in this library's units."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from adammcmc.jets.tagger import best_device
+
+__all__ = ["PAPER_PARAMS", "PRESETS", "Preset", "preset"]
+
+PAPER_PARAMS = 366_160
+"""Of the paper's ParticleNet. Its nominal sigma and sigma_Delta are divided by the root of this: so they are on any network."""
+
+Size = Literal["lite", "particlenet"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Sizes of a replication.
+
+    Args:
+        name: smoke, small, h200 or paper.
+        network: of the scans.
+        num_train: jets to train on, top and QCD alike.
+        num_test: jets to score on.
+        num_others: jets of each kind from elsewhere, at most.
+        batch_size: jets in a step.
+        steps: of a chain, with its burn-in.
+        num_draws: of a chain; the paper's 10.
+        seeds: runs of each setting.
+        thin: take every `thin`-th point of a scan, its ends always.
+        anchors: whether three settings of each figure also run on the paper's network.
+        exact_data: jets of the exact chains.
+        exact_steps: of the exact chains, with burn-in.
+        exact_chains: of each setting.
+        precision: of the network in trials that are not exact.
+        device: where it runs; "" is the GPU if there is one.
+    """
+
+    name: str
+    network: Size = "lite"
+    num_train: int = 20_000
+    num_test: int = 6_000
+    num_others: int = 800
+    batch_size: int = 512
+    steps: int = 2_000
+    num_draws: int = 10
+    seeds: int = 3
+    thin: int = 1
+    anchors: bool = True
+    exact_data: int = 5_000
+    exact_steps: int = 3_000
+    exact_chains: int = 4
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    device: str = ""
+
+    @property
+    def burn_in(self) -> int:
+        """The paper's share: 48 of 100 epochs, rounded to one half."""
+        return self.steps // 2
+
+    @property
+    def gap(self) -> int:
+        """Steps between draws, so that they fill the second half."""
+        return max(1, (self.steps - self.burn_in) // self.num_draws)
+
+    def points(self, values: tuple[float, ...], at_least: tuple[float, ...] = ()) -> tuple[float, ...]:
+        """The points of a scan at this size."""
+        kept = set(values[:: self.thin]) | {values[0], values[-1]} | set(at_least)
+        return tuple(x for x in values if x in kept)
+
+    @property
+    def where(self) -> str:
+        """The device's name."""
+        return self.device or best_device().type
+
+
+PRESETS = {
+    "smoke": Preset(
+        "smoke", num_train=256, num_test=200, num_others=10, batch_size=16, steps=16, num_draws=4, seeds=1, thin=99,
+        anchors=False, exact_data=32, exact_steps=30, exact_chains=2, precision="float32", device="cpu",
+    ),
+    "small": Preset(
+        "small", num_train=4_000, num_test=2_000, num_others=200, batch_size=128, steps=400, seeds=2, thin=2,
+        anchors=False, exact_data=500, exact_steps=600, exact_chains=2, precision="float32",
+    ),
+    "h200": Preset("h200"),
+    "paper": Preset(
+        "paper", network="particlenet", num_train=1_200_000, num_test=400_000, num_others=20_000, steps=240_000, seeds=5,
+        exact_steps=20_000,
+    ),
+}  # fmt: skip
+
+
+def preset(name: str) -> Preset:
+    """One of `PRESETS`."""
+    if name not in PRESETS:
+        raise ValueError(f"there is no preset '{name}'. Known: {', '.join(PRESETS)}.")
+    return PRESETS[name]
+
+
+def along(sigma_delta: float) -> float:
+    """The paper's nominal sigma_Delta as `sigma_along`."""
+    return sigma_delta / math.sqrt(PAPER_PARAMS)

@@ -1,0 +1,452 @@
+"""One trial: one method with one setting on one network, from its first step to numbers on held-out jets.
+
+What is kept of a trial is a record, a small object of JSON: losses and accuracies on the way, acceptance, the sampler's own
+verdict, and what its draws say about the test jets and about jets from elsewhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adammcmc.acceptance import AlwaysAccept, Barker, Confidence, FullData, Minibatch, Penalty, Sequential, Test
+from adammcmc.data import derive_seed
+from adammcmc.exact import Underdamped
+from adammcmc.jets.data import Jets
+from adammcmc.jets.features import JetData
+from adammcmc.jets.particlenet import ParticleNet
+from adammcmc.jets.tagger import NETWORKS
+from adammcmc.likelihood import DataExamples, Loss
+from adammcmc.optimizer import AdamMCMC, AsReleased
+from adammcmc.replication.measures import judge, rounded
+from adammcmc.replication.settings import PAPER_PARAMS, Preset
+from adammcmc.replication.sghmc import ScaleAdaptedSGHMC
+from adammcmc.sampler import Sampler
+from adammcmc.target import Gaussian, UniformBox, from_paper
+from adammcmc.tuning import BurnIn
+
+__all__ = ["METHODS", "JetSets", "Trial", "run_trial"]
+
+METHODS = ("adam", "sgd", "sghmc", "released", "printed", "exact", "ensemble", "dropout")
+TESTS: dict[str, Callable[[int], Test]] = {
+    "minibatch": lambda size: Minibatch(),
+    "full": lambda size: FullData(chunk_size=2048),
+    "barker": lambda size: Barker(max(30, size)),
+    "sequential": lambda size: Sequential(0.05, max(30, size)),
+    "confidence": lambda size: Confidence(0.1, None, size),
+    "penalty": lambda size: Penalty(size),
+}
+"""By name, for batches of so many jets."""
+
+
+_LARGEST = 10.0  # the paper's prior is uniform on a bounded set, which it does not give; no weight comes near this bound
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one trial is: everything that its record depends on, besides the jets.
+
+    Args:
+        method: adam, sgd, sghmc; released (`AsReleased`), printed (`AdamMCMC`: Algorithm 1), exact (`Underdamped` on all jets
+            at once); ensemble (members trained by Adam one after the other), dropout (Adam, then draws of the masks).
+        sigma: the paper's nominal one.
+        sigma_delta: the paper's nominal one.
+        scale: what lambda multiplies: "mean" (of the batch: the released script), "batch_sum", or "data_sum" (Bayes).
+        lam: the paper's lambda.
+        beta: both of Adam's.
+        lr: learning rate, of sgHMC its epsilon.
+        test: a name of `TESTS`.
+        target_acceptance: what an exact chain's step size is tuned to.
+        start: steps of Adam before the chain, in training mode.
+        in_training_mode: BatchNorm and dropout as in the paper; False is one function of the weights.
+        network: lite or particlenet.
+        num_jets: to train on.
+        batch_size: jets in a step.
+        steps: of the chain.
+        burn_in: steps before the first draw.
+        num_draws: or members of an ensemble.
+        looks: how often the accuracy on the test jets is looked at on the way.
+        precision: of the network.
+        seed: of weights, order, noise.
+        start_seed: of the weights and of the steps of Adam before the chain; None is `seed`.
+    """
+
+    method: str
+    sigma: float = 0.0
+    sigma_delta: float = 0.0
+    scale: str = "batch_sum"
+    lam: float = 1.0
+    beta: float = 0.99
+    lr: float = 1e-3
+    test: str = "minibatch"
+    target_acceptance: float | None = None
+    start: int = 0
+    in_training_mode: bool = True
+    network: str = "lite"
+    num_jets: int = 20_000
+    batch_size: int = 512
+    steps: int = 2_000
+    burn_in: int = 1_000
+    num_draws: int = 10
+    looks: int = 0
+    precision: str = "bfloat16"
+    seed: int = 0
+    start_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"there is no method '{self.method}'. Known: {', '.join(METHODS)}.")
+        if self.test not in TESTS:
+            raise ValueError(f"there is no test '{self.test}'. Known: {', '.join(TESTS)}.")
+
+    @staticmethod
+    def of(preset: Preset, method: str, **options: Any) -> Trial:
+        """A trial at this preset's sizes."""
+        sizes: dict[str, Any] = {
+            "network": preset.network,
+            "num_jets": preset.num_train,
+            "batch_size": preset.batch_size,
+            "steps": preset.steps,
+            "burn_in": preset.burn_in,
+            "num_draws": preset.num_draws,
+            "precision": preset.precision,
+        }
+        return Trial(method, **{**sizes, **options})
+
+    @staticmethod
+    def exact(preset: Preset, **options: Any) -> Trial:
+        """An exact chain at this preset's sizes: few jets, all at once, in evaluation mode and full precision."""
+        sizes: dict[str, Any] = {
+            "scale": "data_sum",
+            "start": preset.steps // 2,
+            "in_training_mode": False,
+            "network": "lite",
+            "num_jets": preset.exact_data,
+            "steps": preset.exact_steps,
+            "burn_in": preset.exact_steps // 3,
+            "num_draws": 4 * preset.num_draws,
+            "precision": "float32",
+        }
+        return Trial.of(preset, "exact", **{**sizes, **options})
+
+    @property
+    def gap(self) -> int:
+        """Steps between draws."""
+        return max(1, (self.steps - self.burn_in) // self.num_draws)
+
+
+@dataclass(frozen=True)
+class JetSets:
+    """What trials run on: jets to train on, held-out jets, and jets from elsewhere (of all kinds, with a wider range of pT)."""
+
+    train: Jets
+    test: Jets
+    others: Jets
+    _served: dict[Any, JetData] = field(default_factory=dict, repr=False, compare=False)
+
+    def data(self, name: str, network: ParticleNet, num_jets: int | None = None, batch_size: int | None = None) -> JetData:
+        """Jets as this network takes them, on its device. The same object for all trials: finding neighbours takes its time."""
+        device = next(network.parameters()).device
+        key = name, num_jets, batch_size, network.num_neighbours, device
+        if key not in self._served:
+            # on a GPU one shape for all batches, so that steps can be captured
+            capacity: Literal["auto"] | None = "auto" if device.type == "cuda" else None
+            jets: Jets = getattr(self, name)[:num_jets]
+            k = network.num_neighbours
+            self._served[key] = JetData(jets, batch_size, device=device, num_neighbours=k, capacity=capacity)
+        return self._served[key]
+
+
+class _Method(Protocol):
+    """What a trial steps: a sampler, or an optimizer."""
+
+    def step(self, batch: Any) -> Tensor: ...
+
+
+def run_trial(trial: Trial, jets: JetSets, device: torch.device, tell: Callable[[int, int], None]) -> dict[str, Any]:
+    """Its record. `tell` is given the steps done and to do."""
+    began = time.perf_counter()
+    record: dict[str, Any] = {"trial": asdict(trial)}
+    if trial.method == "ensemble":
+        record |= _run_ensemble(trial, jets, device, tell)
+    else:
+        record |= _Run(trial, jets, device).go(tell)
+    record["seconds"] = time.perf_counter() - began
+    rounding: dict[str, Any] = rounded(record)
+    return rounding
+
+
+class _Run:
+    """A chain, or a training, under way."""
+
+    def __init__(self, trial: Trial, jets: JetSets, device: torch.device) -> None:
+        self.trial, self.jets, self.device = trial, jets, device
+        self._start_seed = trial.seed if trial.start_seed is None else trial.start_seed
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(self._start_seed)
+            self.net: ParticleNet = NETWORKS[trial.network]()
+        self.net.to(device)
+        self.net.autocast = torch.bfloat16 if trial.precision == "bfloat16" else None
+        self.losses: list[Tensor] = []
+        self.accuracies: list[tuple[int, float]] = []
+        self.draws: dict[str, list[Tensor]] = {"test": [], "others": []}
+
+    def loss(self, batch: Any) -> Tensor:
+        """Mean cross entropy of a batch."""
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def go(self, tell: Callable[[int, int], None]) -> dict[str, Any]:
+        """To the end; what is found."""
+        trial = self.trial
+        moments = self._start(tell)
+        self.net.train(trial.in_training_mode)
+        whole = trial.method == "exact"
+        data = self.jets.data("train", self.net, trial.num_jets, None if whole else trial.batch_size)
+        data.restart(derive_seed(trial.seed, 2))
+        torch.manual_seed(derive_seed(trial.seed, 1))
+        method = self._method(data)
+        sampler = method.sampler if isinstance(method, _Sampling) else None
+        if moments is not None and isinstance(sampler, AdamMCMC):
+            sampler.load_state_dict(moments)
+        total, window = trial.start + trial.steps, max(1, trial.steps // 400)
+        held = {name: self.jets.data(name, self.net) for name in ("test", "others")}
+        batch = next(data)
+        sums = torch.zeros((), device=self.device)
+        ratios: list[Tensor] = []
+        rates: Tensor | float = 0.0
+        for step in range(1, trial.steps + 1):
+            sums = sums + method.step(batch).detach()
+            if not whole:
+                batch = next(data)
+            if step % window == 0:
+                self.losses.append(sums / window)
+                sums = torch.zeros((), device=self.device)
+            if sampler is not None and step > trial.burn_in and step % 10 == 0:
+                ratios.append(sampler.info.log_q_ratio.double())
+            if step == trial.burn_in and sampler is not None:
+                sampler.reset_health()
+                rates = sampler.mean_acceptance_rate * step
+            if trial.looks and step % max(1, trial.steps // trial.looks) == 0:
+                self.accuracies.append((step, self._accuracy(held["test"])))
+            if step % 50 == 0:
+                tell(trial.start + step, total)
+            if step > trial.burn_in and (step - trial.burn_in) % trial.gap == 0 and len(self.draws["test"]) < trial.num_draws:
+                self._draw(held)
+        if trial.method in ("adam", "sgd"):  # a point estimate: its last weights
+            self.draws = {name: values[-1:] for name, values in self.draws.items()}
+        found = self._found(window)
+        if sampler is not None and not isinstance(sampler.acceptance, AlwaysAccept):
+            chain = float(sampler.mean_acceptance_rate * trial.steps - rates) / (trial.steps - trial.burn_in)
+            found |= _told(sampler, chain, ratios)
+        return found
+
+    def _start(self, tell: Callable[[int, int], None]) -> dict[str, Any] | None:
+        """Adam before the chain; returns its state."""
+        trial = self.trial
+        if not trial.start:
+            return None
+        self.net.train()
+        torch.manual_seed(derive_seed(self._start_seed, 0))
+        data = self.jets.data("train", self.net, trial.num_jets, min(trial.batch_size, trial.num_jets))
+        data.restart(derive_seed(self._start_seed, 3))
+        adam = _adam(self.net, trial)
+        for step in range(1, trial.start + 1):
+            adam.step(self.loss, next(data))
+            if step % 100 == 0:
+                tell(step, trial.start + trial.steps)
+        state = adam.state_dict()
+        state.pop("adammcmc")  # of Adam only the moments: the chain has its own random numbers and counts
+        return state
+
+    def _method(self, data: JetData) -> _Method:
+        trial, net, num_data = self.trial, self.net, data.num_data
+        if trial.method in ("adam", "dropout"):
+            return _Sampling(_adam(net, trial), self.loss)
+        if trial.method == "sgd":
+            return _Training(torch.optim.SGD(net.parameters(), lr=trial.lr), self.loss, self.device)
+        if trial.method == "sghmc":
+            sghmc = ScaleAdaptedSGHMC(net.parameters(), lr=trial.lr, num_data=num_data, burn_in=trial.burn_in)
+            return _Training(sghmc, self.loss, self.device)
+        paper = from_paper(
+            trial.lam,
+            trial.sigma,
+            trial.sigma_delta,
+            num_params=PAPER_PARAMS,
+            num_data=num_data,
+            loss=trial.scale,
+            batch_size=trial.batch_size,
+        )
+        generator = torch.Generator(self.device).manual_seed(derive_seed(trial.seed, 4))
+        common: dict[str, Any] = {
+            "num_data": num_data,
+            "inverse_temperature": paper.inverse_temperature,
+            "generator": generator,
+            "prior": UniformBox(-_LARGEST, _LARGEST) if trial.method == "printed" else None,
+        }
+        if trial.method == "exact":
+            burn_in = BurnIn(num_steps=trial.burn_in, target_acceptance=trial.target_acceptance)
+            common["prior"] = Gaussian.fan_in(net, 2.0)
+            return _Sampling(Underdamped(net.named_parameters(), burn_in=burn_in, fixed_data=True, **common), self.loss)
+        test = TESTS[trial.test](trial.batch_size)
+        if getattr(test, "needs_examples", False):
+            common["examples"] = DataExamples(net, data, Loss(F.cross_entropy), self.device)
+        made = {"released": AsReleased, "printed": AdamMCMC}[trial.method](
+            net.named_parameters(),
+            lr=trial.lr,
+            betas=(trial.beta, trial.beta),
+            sigma=paper.sigma,
+            sigma_along=paper.sigma_along,
+            acceptance=test,
+            **common,
+        )
+        return _Sampling(made, self.loss)
+
+    # --- what is looked at ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _scores(self, data: JetData) -> Tensor:
+        """The probability of a top jet, of all these jets, at the present weights: (jets,), on the host."""
+        modes = [(module, module.training) for module in self.net.modules()]
+        self.net.eval()
+        if self.trial.method == "dropout":
+            for module in self.net.modules():
+                if isinstance(module, nn.Dropout):
+                    module.train()
+        try:
+            parts = [self.net(cloud).float().softmax(1)[:, 1] for cloud, _ in data.in_order(2048)]
+        finally:
+            for module, training in modes:
+                module.training = training
+        return torch.cat(parts).cpu() if parts else torch.zeros(0)
+
+    def _accuracy(self, data: JetData) -> float:
+        return float(((self._scores(data) > 0.5) == (self.jets.test.kind == 1)).double().mean())
+
+    def _draw(self, held: dict[str, JetData]) -> None:
+        for name, data in held.items():
+            self.draws[name].append(self._scores(data))
+
+    def _found(self, window: int) -> dict[str, Any]:
+        return {
+            "loss": {"every": window, "values": torch.stack(self.losses).cpu().tolist()},
+            "accuracy": {"steps": [s for s, _ in self.accuracies], "values": [a for _, a in self.accuracies]},
+            "draws": judge(
+                torch.stack(self.draws["test"]), torch.stack(self.draws["others"]), self.jets.test, self.jets.others
+            ),
+        }
+
+
+def _told(sampler: Sampler, acceptance: float, ratios: list[Tensor]) -> dict[str, Any]:
+    """What the sampler says about itself, since burn-in."""
+    health = sampler.health()
+    log_q_ratio = float(torch.stack(ratios).mean()) if ratios else float("nan")
+    return {
+        "target": sampler.describe(),
+        "verdict": health.verdict,
+        "is_healthy": health.is_healthy,
+        "acceptance": acceptance,
+        "kappa": max(0.0, -log_q_ratio / 2) ** 0.5,  # (Q has mean -2 kappa^2)
+        "loss_influence": health.loss_influence,
+        "noise": health.noise,
+        "beta_eff": health.beta_eff,
+        "temperature": health.temperature,
+        "examples_per_step": float(sampler.info.num_examples.double().mean()),
+        "step_size": sampler.param_groups[0]["lr"] if isinstance(sampler, Underdamped) else None,
+    }
+
+
+def _adam(net: nn.Module, trial: Trial) -> AdamMCMC:
+    """torch's Adam, bit for bit, whose steps are captured on a GPU."""
+    lr = trial.lr if trial.method in ("adam", "dropout", "ensemble") else 1e-3
+    return AdamMCMC(
+        net.named_parameters(),
+        lr=lr,
+        betas=(0.99, 0.99),
+        sigma=0.0,
+        num_data=trial.num_jets,  # (of no influence)
+        acceptance=AlwaysAccept(),
+    )
+
+
+class _Sampling:
+    """Steps of a sampler."""
+
+    def __init__(self, sampler: Sampler, loss: Callable[[Any], Tensor]) -> None:
+        self.sampler, self._loss = sampler, loss
+
+    def step(self, batch: Any) -> Tensor:
+        return self.sampler.step(self._loss, batch)
+
+
+class _Training:
+    """Steps of an optimizer; on a GPU as one CUDA graph for each shape of the batch, after three steps as usual."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, loss: Callable[[Any], Tensor], device: torch.device) -> None:
+        self._optimizer, self._loss, self._is_cuda = optimizer, loss, device.type == "cuda"
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}
+        self._steps = 0
+
+    def step(self, batch: Any) -> Tensor:
+        self._steps += 1
+        if not self._is_cuda or self._steps <= 3:
+            return self._usual(batch)
+        leaves = list(_leaves(batch))
+        shapes = tuple(x.shape for x in leaves)
+        if shapes not in self._graphs:
+            if len(self._graphs) >= 4:  # a batch that did not fit its capacity
+                return self._usual(batch)
+            static = [x.clone() for x in leaves]
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                loss = self._usual(_rebuilt(batch, iter(static)))
+            self._graphs[shapes] = graph, static, loss
+        graph, static, loss = self._graphs[shapes]
+        torch._foreach_copy_(static, leaves)
+        graph.replay()
+        return loss.clone()
+
+    def _usual(self, batch: Any) -> Tensor:
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self._loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        return loss.detach()
+
+
+def _leaves(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    else:
+        for part in batch:
+            yield from _leaves(part)
+
+
+def _rebuilt(batch: Any, leaves: Iterator[Tensor]) -> Any:
+    if isinstance(batch, Tensor):
+        return next(leaves)
+    parts = [_rebuilt(part, leaves) for part in batch]
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+
+
+def _run_ensemble(trial: Trial, jets: JetSets, device: torch.device, tell: Callable[[int, int], None]) -> dict[str, Any]:
+    """Members with weights and orders of their own, each of `steps` steps of Adam; their last weights are the draws."""
+    scores: dict[str, list[Tensor]] = {"test": [], "others": []}
+    for member in range(trial.num_draws):
+        options = asdict(trial) | {
+            "method": "adam",
+            "num_draws": 1,
+            "burn_in": trial.steps - 1,
+            "seed": derive_seed(trial.seed, 5, member) % 2**31,
+        }
+        one = _Run(Trial(**options), jets, device)
+        one.go(lambda done, total, member=member: tell(member * total + done, trial.num_draws * total))  # type: ignore[misc]
+        for name, values in one.draws.items():
+            scores[name].append(values[-1])
+    return {"draws": judge(torch.stack(scores["test"]), torch.stack(scores["others"]), jets.test, jets.others)}

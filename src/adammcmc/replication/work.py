@@ -1,0 +1,134 @@
+"""Where a replication is done: its jets, and a folder that keeps every trial, so that a command that was stopped goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adammcmc.jets.data import Jets
+from adammcmc.jets.files import bundled, read_jets
+from adammcmc.progress import show_bar
+from adammcmc.replication.measures import rounded
+from adammcmc.replication.settings import Preset
+from adammcmc.replication.trials import JetSets, Trial, run_trial
+
+__all__ = ["Work", "read_sets"]
+
+
+class Work:
+    """Jets, a device and a folder. Processes that share the folder share the work: each trial is run by one of them.
+
+    Args:
+        preset: how large it is.
+        folder: where trials are kept: `trials/<method>-<digest>.json`.
+        jets: what trials run on; None: the bundled ones, read when the first trial needs them.
+        progress: show bars.
+    """
+
+    def __init__(self, preset: Preset, folder: str | Path, jets: JetSets | None = None, *, progress: bool = True) -> None:
+        self.preset, self.folder, self.progress = preset, Path(folder), progress
+        self.device = torch.device(preset.where)
+        self._jets = jets
+
+    @property
+    def jets(self) -> JetSets:
+        """What trials run on."""
+        if self._jets is None:
+            self._jets = read_sets(self.preset)
+        return self._jets
+
+    def records(self, trials: Sequence[Trial]) -> list[dict[str, Any]]:
+        """Of these trials, in this order; those that are not yet in the folder are run."""
+        digest = self._digest()
+        names = [_key(asdict(trial) | {"jets": digest}, trial.method) for trial in trials]
+        found: dict[str, Any] = {}
+        while len(found) < len(set(names)):
+            for number, (name, trial) in enumerate(zip(names, trials, strict=True)):
+                if name not in found:
+                    run = partial(self._run, trial, f"{trial.method} {number + 1}/{len(trials)}")
+                    with suppress(BlockingIOError):  # another process is at it
+                        found[name] = self.kept(name, run)
+            time.sleep(0.1 if len(found) < len(set(names)) else 0)
+        return [found[name] for name in names]
+
+    def kept(self, name: str, function: Callable[[], Any]) -> Any:
+        """What `function` returned when it was first called under this name, in this folder: JSON.
+
+        Raises BlockingIOError while another process calls it.
+        """
+        folder = self.folder / "trials"
+        path = folder / f"{name}.json"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f".{name}.lock").open("w") as lock:  # a process that dies lets go of it
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not path.exists():
+                    write_whole(path, json.dumps(rounded(function()), allow_nan=False))
+        try:
+            return json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"'{path}' is damaged ({error}): remove it, and it is made again.") from error
+
+    def _run(self, trial: Trial, name: str) -> dict[str, Any]:
+        with show_bar(name, show=self.progress) as bar:
+            return run_trial(trial, self.jets, self.device, lambda done, total: bar.update(done, total))
+
+    def _digest(self) -> str:
+        jets = self.jets
+        return "-".join(part.digest() for part in (jets.train, jets.test, jets.others))
+
+
+def read_sets(preset: Preset, folder: str | Path | None = None) -> JetSets:
+    """Jets for this preset.
+
+    Args:
+        preset: how many.
+        folder: has `train` (top and QCD, which are split into training and test) and `others` (kinds from elsewhere), each a
+            file or folder that `read_jets` takes; None is what comes with the library.
+    """
+    if folder is None:
+        both, others = read_jets(bundled("jets")), read_jets(bundled("others"))
+    else:
+        folder = Path(folder)
+        missing = [name for name in ("train", "others") if not (folder / name).exists()]
+        if missing:
+            raise FileNotFoundError(
+                f"'{folder}' has no {' and no '.join(missing)}: make them with `adammcmc jets generate {folder}/train --jets "
+                f"{(preset.num_train + preset.num_test) // 2}` and `adammcmc jets generate {folder}/others --kinds all --pt "
+                f"500 1000 --flat --jets {preset.num_others}`."
+            )
+        both, others = read_jets(folder / "train"), read_jets(folder / "others")
+    both = both.of_kind("qcd", "top").shuffled(0)
+    wanted = preset.num_train + preset.num_test
+    if len(both) < wanted:
+        raise ValueError(
+            f"preset '{preset.name}' needs {wanted:,} top and QCD jets, there are {len(both):,}: give more by --jets."
+        )
+    few = [others[others.kind == kind][: preset.num_others] for kind in sorted(set(others.kind.tolist()))]
+    return JetSets(both[: preset.num_train], both[preset.num_train : wanted], Jets.cat(few) if few else Jets.empty())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _key(settings: dict[str, Any], name: str) -> str:
+    text = json.dumps(settings, sort_keys=True)
+    return f"{name}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
