@@ -50,7 +50,7 @@ class Preset:
     seeds: int = 3
     thin: int = 1
     anchors: bool = True
-    exact_data: int = 5_000
+    exact_data: int = 2_000
     exact_steps: int = 3_000
     exact_chains: int = 4
     precision: Literal["float32", "bfloat16"] = "bfloat16"

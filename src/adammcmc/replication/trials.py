@@ -236,7 +236,11 @@ class _Run:
                 self.accuracies.append((step, self._accuracy(held["test"])))
             if step % 50 == 0:
                 tell(trial.start + step, total)
-            if step > trial.burn_in and (step - trial.burn_in) % trial.gap == 0 and len(self.draws["test"]) < trial.num_draws:
+            is_draw = step > trial.burn_in and (step - trial.burn_in) % trial.gap == 0
+            if is_draw and len(self.draws["test"]) < trial.num_draws and trial.method != "dropout":
+                self._draw(held)
+        if trial.method == "dropout":  # its draws are masks, at the last weights
+            for _ in range(trial.num_draws):
                 self._draw(held)
         if trial.method in ("adam", "sgd"):  # a point estimate: its last weights
             self.draws = {name: values[-1:] for name, values in self.draws.items()}
