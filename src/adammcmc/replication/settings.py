@@ -8,7 +8,7 @@ from typing import Literal
 
 from adammcmc.jets.tagger import best_device
 
-__all__ = ["PAPER_PARAMS", "PRESETS", "Preset", "preset"]
+__all__ = ["PAPER_PARAMS", "PRESETS", "Preset", "along", "preset"]
 
 PAPER_PARAMS = 366_160
 """Of the paper's ParticleNet. Its nominal sigma and sigma_Delta are divided by the root of this: so they are on any network."""
@@ -45,14 +45,14 @@ class Preset:
     num_test: int = 6_000
     num_others: int = 800
     batch_size: int = 512
-    steps: int = 2_000
+    steps: int = 1_200
     num_draws: int = 10
     seeds: int = 3
     thin: int = 1
     anchors: bool = True
-    exact_data: int = 2_000
-    exact_steps: int = 3_000
-    exact_chains: int = 4
+    exact_data: int = 1_000
+    exact_steps: int = 4_000
+    exact_chains: int = 3
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     device: str = ""
 
