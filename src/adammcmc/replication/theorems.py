@@ -339,8 +339,8 @@ def _verdicts(result: dict[str, Any]) -> str:
         (
             "C 'can be well approximated by 1'",
             f"TV stays more than {ERRORS:g} standard deviations above the floor at β = {', '.join(off) or 'none'}; at β = "
-            f"{largest['beta']:g} and P = {largest['dimensions']} the energy is {largest['ratio']:.3f} ± "
-            f"{largest['error']:.3f} of the truth",
+            f"{largest['beta']:g} and P = {largest['dimensions']} the energy is {largest['ratio']:.4f} ± "
+            f"{largest['error']:.4f} of the truth",
             "no" if off else "yes",
             "the momentum knows where the chain has been",
         ),
@@ -377,7 +377,7 @@ def _table_of_distances(result: dict[str, Any]) -> str:
 def _table_of_energies(result: dict[str, Any]) -> str:
     dims = sorted({row["dimensions"] for row in result["bias"]})
     rows = [
-        (f"{beta:g}", *(f"{row['ratio']:.3f} ± {row['error']:.3f}" for row in result["bias"] if row["beta"] == beta))
+        (f"{beta:g}", *(f"{row['ratio']:.4f} ± {row['error']:.4f}" for row in result["bias"] if row["beta"] == beta))
         for beta in BETAS
     ]
     return _table(("β", *(f"P = {dim}" for dim in dims)), rows)
