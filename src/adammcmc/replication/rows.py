@@ -34,6 +34,7 @@ _TOLD = (
     "temperature",
     "examples_per_step",
     "step_size",
+    "silent",
     "seconds",
 )
 _MEASURED = ("accuracy", "auc", "nll", "brier")

@@ -249,6 +249,8 @@ class _Run:
         if trial.method in ("adam", "sgd"):  # a point estimate: its last weights
             self.draws = {name: values[-1:] for name, values in self.draws.items()}
         found = self._found(window)
+        if isinstance(method, _Training) and isinstance(method.optimizer, ScaleAdaptedSGHMC):
+            found["silent"] = float(method.optimizer.silent())
         if sampler is not None and not isinstance(sampler.acceptance, AlwaysAccept):
             chain = float(sampler.mean_acceptance_rate * trial.steps - rates) / (trial.steps - trial.burn_in)
             found |= _told(sampler, chain, _kappa(ratios, trial))
@@ -403,7 +405,7 @@ class _Training:
     """Steps of an optimizer; on a GPU as one CUDA graph for each shape of the batch, after three steps as usual."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, loss: Callable[[Any], Tensor], device: torch.device) -> None:
-        self._optimizer, self._loss, self._is_cuda = optimizer, loss, device.type == "cuda"
+        self.optimizer, self._loss, self._is_cuda = optimizer, loss, device.type == "cuda"
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}
         self._steps = 0
 
@@ -428,10 +430,10 @@ class _Training:
         return loss.clone()
 
     def _usual(self, batch: Any) -> Tensor:
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         loss = self._loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
+        self.optimizer.step()
         return loss.detach()
 
 
