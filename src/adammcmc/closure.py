@@ -45,18 +45,21 @@ def expand(losses: Callable[[slice], Tensor], params: Sequence[Tensor], num_exam
     hessian = total.new_zeros(sum(sizes), sum(sizes)) if order == 2 else None
     for i in range(0, num_examples, _CHUNK):
         with torch.enable_grad():
-            slope = _slope(losses(slice(i, min(i + _CHUNK, num_examples))).sum(), params, order == 2)
+            total_loss = losses(slice(i, min(i + _CHUNK, num_examples))).sum()
+            slope = _slope(total_loss, params, create_graph=order == 2)
             total += slope.detach().double()
             if hessian is not None and slope.requires_grad:  # a loss that is linear in its weights has none
                 for row, along in zip(hessian, slope, strict=True):
-                    row += _slope(along, params, True).detach().double()
+                    row += _slope(along, params).double()
     grads = [g.view(p.shape) for g, p in zip(torch.split(total, sizes), params, strict=True)]
     return Reference([p.detach().clone() for p in params], grads, hessian)
 
 
-def _slope(value: Tensor, params: Sequence[Tensor], keep: bool) -> Tensor:
-    """The gradient by all parameters, one after the other, (P,); `keep`: the graph, to differentiate again."""
-    grads = torch.autograd.grad(value, list(params), create_graph=keep, allow_unused=True, materialize_grads=True)
+def _slope(value: Tensor, params: Sequence[Tensor], *, create_graph: bool = False) -> Tensor:
+    """The gradient by all parameters, one after the other, (P,)."""
+    grads = torch.autograd.grad(
+        value, list(params), retain_graph=True, create_graph=create_graph, allow_unused=True, materialize_grads=True
+    )
     return torch.cat([g.reshape(-1) for g in grads])
 
 
@@ -248,6 +251,8 @@ class ClosurePotential:
         v = torch.zeros_like(values, requires_grad=True)
         grads = torch.autograd.grad(values, self._live, v, create_graph=True, allow_unused=True, materialize_grads=True)
         used = [(g, d) for g, d in zip(grads, direction, strict=True) if g.requires_grad]
+        if not used:
+            return torch.zeros_like(values)
         return torch.autograd.grad([g for g, _ in used], v, [d for _, d in used], create_graph=create_graph)[0]
 
     def place(self, params: Leaves) -> None:
@@ -359,8 +364,7 @@ class _Expansion:
         return tuple((x - r) + (y - r) for x, y, r in zip(params, proposed, self.reference, strict=True))
 
     def total(self, params: Leaves, proposed: Leaves) -> Tensor:
-        params, proposed = (tuple(x.double() for x in at) for at in (params, proposed))
-        step = self._step(params, proposed)
+        step = self._step(params, proposed)  # rounded as in `differences`: what is added here is what is taken off there
         known = torch.stack([inner(d, g) for d, g in zip(step, self._grad, strict=True)]).sum(0)
         if self._hessian is None:
             return known

@@ -118,7 +118,8 @@ class Taylor:
         return tuple(x[None] for x in self._reference)
 
     def total(self, params: Leaves, proposed: Leaves) -> Tensor:
-        step, middle = (_flat(x) for x in self._moves(*(tuple(x.double() for x in at) for at in (params, proposed))))
+        # (moves in the dtype that `differences` has them in: what is added here is what is taken off there)
+        step, middle = (_flat(x) for x in self._moves(params, proposed))
         known = step @ self._grad
         return known if self.order == 1 else known + 0.5 * ((step @ self._hessian) * middle).sum(1)
 
