@@ -707,7 +707,7 @@ OTHER_RUNS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "loss": ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, StoreMismatch, "has loss = cross_entropy"),
     "noise": ({"likelihood": "values"}, StoreMismatch, "has likelihood ="),
-    "modes": ({"model": network().eval()}, StoreMismatch, r"has modes \(train or eval\)"),
+    "modes": ({"model": network().eval()}, StoreMismatch, r"has modes \(train or eval\) = train, this call has eval"),
     "policy": ({"sampler": partial(ALGORITHM_1, batch_norm="frozen")}, StoreMismatch, "'batch_norm': 'batch'"),
     "scheduler": (
         {"scheduler": lambda s: torch.optim.lr_scheduler.ExponentialLR(s, 0.9)},

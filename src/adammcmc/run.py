@@ -15,7 +15,6 @@ import logging
 import platform
 import time
 import warnings
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -200,7 +199,7 @@ def sample(
                 "loss": run.loss.description,
                 "prior": describe_prior(one.target.prior),
                 "scheduler": type(chain.scheduler).__name__ if isinstance(chain, _Chain) and chain.scheduler else None,
-                "modes (train or eval)": zlib.crc32(bytes(module.training for module in model.modules())),
+                "modes (train or eval)": _modes(model),
                 "num_draws": num_draws,
                 "gap": gap,
                 "burn_in": plain_json(burn_in),
@@ -870,6 +869,13 @@ def _check_arguments(
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise TypeError(f"`callbacks` must hold instances of adammcmc.Callback, got {type(callback).__name__}.")
+
+
+def _modes(model: nn.Module) -> str:
+    """Of the network, and which of its modules are in the other one."""
+    words = {True: "train", False: "eval"}
+    others = [name for name, module in model.named_modules() if module.training != model.training]
+    return words[model.training] + (f"; {words[not model.training]}: {', '.join(others)}" if others else "")
 
 
 @contextmanager
