@@ -810,3 +810,16 @@ def test_a_second_call_with_the_same_path_in_memory_of_another_thread_is_locked(
 
     run(tmp_path / "run", callbacks=[Second()])
     assert len(errors) == 1
+
+
+def test_modes_are_said_in_words() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())
+    model[1].eval()
+    for mode, words in (("as it is", "train; eval: 1"), ("train", "train"), ("eval", "eval")):
+        if mode != "as it is":
+            model.train(mode == "train")
+        posterior = adammcmc.sample(
+            model, (X[:, :2], Y % 2), F.cross_entropy, sampler=partial(adammcmc.AdamMCMC, lr=1e-3, sigma=1e-3),
+            num_draws=1, gap=1, burn_in=0, progress=False,
+        )  # fmt: skip
+        assert posterior.store.manifest["configuration"]["modes (train or eval)"] == words

@@ -1,9 +1,9 @@
 r"""Whether predictions are right, with labels: plain functions of tensors, and `score`, which has all of them.
 
 Class probabilities are (examples, classes, ...) with labels (examples, ...), or, where each number is the probability of one
-class of two, of the shape of their labels. Every number comes with its standard error from the finite number of examples. Where
-an example has several outputs (targets of a regression, pixels), these may go wrong together: errors are from the spread between
-examples, which are independent, and never from that between outputs.
+class of two, of the shape of their labels. Every number comes with its standard error from the finite number of examples.
+Where an example has several outputs (targets of a regression, pixels), these may go wrong together: errors are from the spread
+between examples, which are independent, and never from that between outputs.
 
 torchmetrics and scikit-learn have most of these numbers, without errors; here they are a few lines each, in float64, so that
 they need neither. The tests hold them equal.
@@ -173,8 +173,8 @@ def ece(probabilities: Tensor, targets: Tensor, num_bins: int = 15) -> ExpectedE
     """Expected calibration error: the mean of |confidence - frequency| over bins of equal width, by number of examples.
 
     With signs s_b of the bins fixed it is a mean over examples, of s_b (confidence - hit): its standard error is that of this
-    mean. What chance would make of it is found from 200 replicas, in which classes come true with the probabilities given; where
-    an example has several outputs, as much together as they do in the data.
+    mean. What chance would make of it is found from 200 replicas, in which classes come true with the probabilities given;
+    where an example has several outputs, as much together as they do in the data.
     """
     confidence, hits, bins = _binned(probabilities, targets, num_bins)
     gaps = _by_bin(confidence - hits, bins, num_bins)

@@ -135,9 +135,11 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped, or make more draws."""
     from adammcmc.recipe import Announcement, prepare
-    from adammcmc.store import FolderStore, read_manifest
+    from adammcmc.store import FolderStore, check_manifest, read_manifest
 
-    asked = read_manifest(run)["configuration"]["num_draws"]
+    manifest = read_manifest(run)
+    check_manifest(manifest, run)
+    asked = manifest["configuration"]["num_draws"]
     recipe = prepare(_source(run, config))
     had = len(FolderStore(run).index)
     with _stopping(run):
@@ -300,12 +302,13 @@ def _examples(recipe: Recipe, data: str | None) -> Any:
 
     if data is None:
         return recipe.test
-    return load_data(data, Path.cwd(), recipe.model, keys=recipe.config.data.keys, needs_targets=False)
+    keys, likelihood = recipe.config.data.keys, recipe.likelihood
+    return load_data(data, Path.cwd(), recipe.model, keys=keys, needs_targets=False, likelihood=likelihood)
 
 
 def _check_output(output: Path, *endings: str) -> None:
     """Before the work, not after it."""
-    if output.suffix not in endings:
+    if output.suffix.lower() not in endings:
         raise typer.BadParameter(f"--output must end in {' or '.join(endings)}, got '{output}'.")
     if not output.parent.is_dir():
         raise typer.BadParameter(f"the folder '{output.parent}' for --output does not exist.")

@@ -57,7 +57,7 @@ from adammcmc.progress import Bar, show_bar
 from adammcmc.randomness import streams
 from adammcmc.sampler import Sampler
 from adammcmc.stacked import CannotStack, Setup, StackedSampler, setup_of
-from adammcmc.store import FolderStore, MemoryStore, Store, check_space, format_bytes, read_manifest
+from adammcmc.store import FolderStore, MemoryStore, Store, check_manifest, check_space, format_bytes, read_manifest
 from adammcmc.target import Prior
 from adammcmc.tuning import BurnIn
 
@@ -753,6 +753,7 @@ def _open_store(path: Path | None, manifest: dict[str, Any], run: _Run, resume: 
 def _reopened(path: Path, manifest: dict[str, Any], run: _Run) -> FolderStore:
     store = FolderStore(path, writes=True)
     try:
+        check_manifest(store.manifest, path)
         _check_same_run(store.manifest, manifest, run, path)
         store.manifest["configuration"]["num_draws"] = run.num_draws
         store.manifest |= {key: manifest[key] for key in ("config",) if key in manifest}

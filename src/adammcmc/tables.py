@@ -131,8 +131,9 @@ def _columns(prediction: Prediction) -> dict[str, Tensor]:
 def write_prediction(path: Path, prediction: Prediction) -> None:
     """All predictions: .npz with an array for each quantity, or .csv with a line for each example."""
     arrays = {name: _as_array(x) for name, x in _columns(prediction).items()}
-    if path.suffix == ".npz":
-        np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
+    if path.suffix.lower() == ".npz":
+        with open(path, "wb") as archive:  # of a path, numpy would add an ending of its own to .NPZ
+            np.savez_compressed(archive, **arrays)  # type: ignore[arg-type]
         return
     names, columns = ["example"], [np.arange(len(prediction))]
     for name, array in arrays.items():

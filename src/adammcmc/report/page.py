@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import math
+import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,11 +109,15 @@ def write_report(
         target=posterior.target,
         sections=sections,
         folder=folder.name,
+        address=urllib.parse.quote(folder.name),
         version=manifest["versions"]["adammcmc"],
     )
     folder.mkdir(exist_ok=True)
+    for name in figures.NAMES:  # those of an earlier report, which this one may not have
+        (folder / f"{name}.svg").unlink(missing_ok=True)
     for section in sections:
         for drawing in section.drawings:
+            assert drawing.name in figures.NAMES
             (folder / f"{drawing.name}.svg").write_text(drawing.file, encoding="utf-8")
     path.write_text(page, encoding="utf-8")
     return path
@@ -312,7 +317,7 @@ def _most_uncertain(
         if is_right is not None:
             row.append("yes" if bool(is_right[i]) else "no")
         rows.append(row)
-    return Table(f"The examples with the largest {by}", heads, rows)
+    return Table(f"The {'example' if len(rows) == 1 else 'examples'} with the largest {by}", heads, rows)
 
 
 def _short(x: Tensor) -> str:
