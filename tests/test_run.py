@@ -813,7 +813,7 @@ def test_a_second_call_with_the_same_path_in_memory_of_another_thread_is_locked(
 
 
 def test_modes_are_said_in_words() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
     model[1].eval()
     for mode, words in (("as it is", "train; eval: 1"), ("train", "train"), ("eval", "eval")):
         if mode != "as it is":
