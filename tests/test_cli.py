@@ -360,9 +360,18 @@ def test_ctrl_c_before_the_first_step(home: Path, tmp_path: Path, monkeypatch: p
     def stop(*_: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("adammcmc.recipe.sample", stop)
-    answer = ask("sample", "good.toml", "-o", tmp_path / "run")
-    assert answer == Answer(130, "", "stopped before the first step; nothing is kept.\n")
+    for function in ("sample", "prepare"):
+        monkeypatch.setattr(f"adammcmc.recipe.{function}", stop)
+        answer = ask("sample", "good.toml", "-o", tmp_path / "run")
+        assert answer == Answer(130, "", "stopped before the first step; nothing is kept.\n")
+    assert ask("resume", "runs/good").err == "stopped; runs/good keeps 6 draws. Go on with: adammcmc resume runs/good\n"
+
+
+def test_help_is_set_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of the source is not a line of the help."""
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = [line.strip() for line in ask("sample", "--help").out.splitlines()]
+    assert "resume RUN goes on with it, bit for bit." in lines
 
 
 def test_ctrl_c_elsewhere_is_silent(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

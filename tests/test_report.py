@@ -376,6 +376,7 @@ def test_one_example_and_one_chain_are_one(tmp_path: Path) -> None:
     posterior = sampled(num_chains=1, num_draws=4)
     words = Page(posterior.report(tmp_path / "one.html", points(1, seed=1), progress=False).read_text()).words
     assert "1 held-out example: " in words
+    assert "(error unknown)" in words
     assert "The example with the largest mutual information" in words
     assert "1 examples" not in words
     assert "1 chains" not in words
@@ -384,3 +385,13 @@ def test_one_example_and_one_chain_are_one(tmp_path: Path) -> None:
 
 def test_the_modes_of_the_network_are_words(well: tuple[Path, Posterior]) -> None:
     assert re.search(r"modes \(train or eval\)\s*train", Page(well[0].read_text()).words)
+
+
+def test_scores_have_their_errors(well: tuple[Path, Posterior]) -> None:
+    path, posterior = well
+    text = path.read_text()
+    scores = posterior.score(points(80, seed=1), progress=False)
+    assert isinstance(scores, adammcmc.ClassScores)
+    for measured in (scores.accuracy, scores.nll, scores.brier):
+        assert f"<dd>{measured.value:.3f} ± {measured.error:.3f}</dd>" in text
+    assert "?. File:" not in Page(text).words

@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from adammcmc.calibration import ClassScores, ValueScores, score, uncertainties
+from adammcmc.calibration import ClassScores, Measured, ValueScores, score, uncertainties
 from adammcmc.data import Data
 from adammcmc.report import figures
 from adammcmc.report.drawing import THEME, Drawing
@@ -176,9 +176,10 @@ def _agreement(summary: Summary) -> Section:
         for row in summary.rows
     ]
     text = (
-        "R-hat compares chains, and halves of chains: above 1.01 they have not mixed. ESS is how many independent draws these "
-        "are worth, for means (bulk) and for quantiles (tail). Predictions decide; weights of a layer are shown, not judged: "
-        "chains may agree in all they predict while their neurons are in another order."
+        "R-hat compares chains, and halves of chains: above 1.01, and above what chance explains for so few draws, they have "
+        "not mixed. ESS is how many independent draws these are worth, for means (bulk) and for quantiles (tail). Predictions "
+        "decide; weights of a layer are shown, not judged: chains may agree in all they predict while their neurons are in "
+        "another order."
     )
     heads = ["", "mean", "R-hat", "bulk ESS", "tail ESS", "verdict"]
     return Section("agreement", "Do the chains agree?", [text], tables=[Table("R-hat and effective draws", heads, rows)])
@@ -271,18 +272,18 @@ def _answers(prediction: Prediction, names: Sequence[str] | None) -> list[Sectio
                 figures.risk({name: (c.coverage.numpy(), c.risk.numpy()) for name, c in scores.selective.items()}),
             ]
             numbers = [
-                ("accuracy", f"{scores.accuracy.value:.4f}"),
-                ("negative log likelihood", f"{scores.nll.value:.4f}"),
-                ("Brier score", f"{scores.brier.value:.4f}"),
-                ("calibration error", f"{scores.ece.value:.4f}"),
+                ("accuracy", _measured(scores.accuracy)),
+                ("negative log likelihood", _measured(scores.nll)),
+                ("Brier score", _measured(scores.brier)),
+                ("calibration error", _measured(Measured(scores.ece.value, scores.ece.error))),
                 ("of it by chance", f"{scores.ece.by_chance:.4f}"),
             ]
         else:
             levels, shares, errors = (numpy.array(x) for x in zip(*scores.coverage, strict=True))
             drawings = [figures.coverage(levels, shares, errors)]
-            numbers = [("root mean square error", f"{scores.rmse.value:.4g}")]
+            numbers = [("root mean square error", _measured(scores.rmse))]
             if scores.nll is not None:
-                numbers.append(("negative log likelihood", f"{scores.nll.value:.4f}"))
+                numbers.append(("negative log likelihood", _measured(scores.nll)))
         text = f"{_plural(scores.num_examples, 'held-out example')}: {scores.verdict}."
         sections.append(Section("calibration", "Is it right?", [text], numbers, drawings))
     known = uncertainties(prediction)
@@ -345,6 +346,10 @@ def _plain(value: Any) -> str:
 
 def _number(value: float, form: str) -> str:
     return "–" if value is None or math.isnan(value) else format(value, form)
+
+
+def _measured(number: Measured) -> str:
+    return str(number).replace("+-", "±")
 
 
 def _title(posterior: Any) -> str:
