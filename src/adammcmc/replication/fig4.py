@@ -15,7 +15,7 @@ __all__ = ["TITLE", "run"]
 
 TITLE = "Figure 4: full against stochastic correction"
 SMALLER = ((10.0, WIDE), (2.0, WIDE), (0.2, WIDE), (0.01, WIDE), (2.0, 370.0), (0.2, 370.0))
-"""sigma and sigma_Delta: the paper's remedy against the noise of minibatches is to make them smaller. Trials of other figures."""
+"""sigma and sigma_Delta, of other figures' trials: the paper's remedy against noise of minibatches is to make them smaller."""
 
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
