@@ -116,14 +116,15 @@ def draw(result: dict[str, Any]) -> Figure:
                 for row, place, value in zip(chosen, at, values, strict=True):  # hollow: not converged
                     face = COLOURS[name] if row["is_converged"] else "white"
                     axes.plot(place, value[0], MARKERS[name], color=COLOURS[name], markerfacecolor=face, markersize=7, zorder=4)
-        left.axhline(1.0, color="black", linewidth=1.2, linestyle="--", label="the truth")
-        right.plot(list(truth), [value[0] for value in truth.values()], color="black", linewidth=1.2, linestyle="--")
+        left.axhline(1.0, color="black", linewidth=1.2, linestyle="--", label="the truth", zorder=5)
+        right.plot(list(truth), [value[0] for value in truth.values()], color="black", linewidth=1.4, linestyle="--", zorder=5)
         for axes in (left, right):
             axes.set_xscale("log")
             axes.set_yscale("log")
         left.set_xlabel("width of the proposal / posterior's width s")
         left.set_ylabel("spread of the prediction / the truth's")
         left.set_yticks([0.5, 0.7, 1, 1.5, 2, 3], ["0.5", "0.7", "1", "1.5", "2", "3"])
+        left.set_xticks(WIDTHS, [str(x) for x in WIDTHS])
         left.minorticks_off()
         right.set_xlabel("inverse temperature lambda")
         right.set_ylabel("spread of the prediction (75% - 25%)")
@@ -152,9 +153,9 @@ def section(result: dict[str, Any]) -> str:
     wrong = [LABELS[name] for name, found in findings.items() if found["is_right"] is False]
     text = [
         f"Logistic regression with {result['num_weights']} weights on the observables of {result['num_jets']:,} jets, all of "
-        f"them in each step; {result['num_chains']} chains of {result['num_steps']:,} steps at each setting, from exact draws on; "
-        f"the spread is the mean over {result['num_held_out']} held-out jets. (n): not converged, by R-hat. A sampler "
-        "*holds* if each converged spread, at any width and lambda, is within four errors, or 3%, of the truth.",
+        f"them in each step; {result['num_chains']} chains of {result['num_steps']:,} steps at each setting, which start from "
+        f"exact draws; the spread is the mean over {result['num_held_out']} held-out jets. (n): not converged, by R-hat. A "
+        "sampler *holds* if each converged spread, at any width and lambda, is within four errors, or 3%, of the truth.",
         "",
         *table,
         "",
