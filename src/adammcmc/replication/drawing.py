@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "LABELS", "MARKERS", "canvas", "crosses", "legend", "line", "points"]
+__all__ = ["COLOURS", "LABELS", "MARKERS", "Value", "canvas", "crosses", "legend", "line", "points"]
 
 COLOURS = {
     "adam": "#7f7f7f",

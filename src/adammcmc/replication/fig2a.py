@@ -55,7 +55,7 @@ def flat_acceptance(kappa: float) -> float:
 
 def draw(result: dict[str, Any]) -> Figure:
     """Acceptance and 1 - accuracy against sigma_Delta (left half) and 1 - beta (right half), at both sigmas."""
-    with canvas(2, 4, width=16.0, height=7.4) as (figure, axes):
+    with canvas(2, 4, width=12.5, height=7.0) as (figure, axes):
         for column in range(4):
             is_delta, sigma = column < 2, SIGMAS[column % 2]
             rows, (accepted, errors) = _of(result, is_delta=is_delta)
@@ -77,9 +77,11 @@ def draw(result: dict[str, Any]) -> Figure:
                 if is_delta:
                     one.set_xscale("symlog", linthresh=1.0)
                     one.set_xlim(-0.3, 1e7)
-                    one.set_xticks([0, 1e1, 1e3, 1e5, 1e7])
+                    one.set_xticks([0, 1e2, 1e4, 1e6])
                 else:
                     one.set_xscale("log")
+                if column:
+                    one.tick_params(labelleft=False)
             below.set_xlabel("sigma_Delta (nominal)" if is_delta else "1 - beta")
         axes[0].set_ylabel("acceptance")
         axes[4].set_ylabel("1 - accuracy of the posterior mean")

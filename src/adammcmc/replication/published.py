@@ -27,7 +27,7 @@ __all__ = [
 ACCEPTANCE_READ_TO = 0.02
 ERROR_READ_TO = 0.002
 SPREAD_READ_TO = 0.01
-INFORMATION_READ_TO = 0.0005
+INFORMATION_READ_TO = 0.2  # of the value
 
 # --- Figure 1: loss at the end, highest test accuracy, test accuracy at the end (epoch 98) ---------------------------------
 
@@ -90,9 +90,9 @@ FIG3_MEAN: dict[str, dict[float, float]] = {
     "qcd, right": {1.0: 0.0},
     "qcd, wrong": {1.0: 0.75},
 }
-"""The mean prediction of the class top. The figure's curve of wrong "top" jets lies at 0.75 and that of wrong "QCD" ones at 0.3:
-its names are those of the class that was predicted, since a top jet that is taken for QCD lies below 0.5. Here and below they
-are under the true class."""
+"""The mean prediction of the class top. The figure has wrong "top" jets at 0.75 and wrong "QCD" jets at 0.3: its names are
+those of the class that was predicted, since a top jet that is taken for QCD lies below 0.5. Here they are under the true
+class, and so are the spreads."""
 FIG3_SPREAD: dict[str, dict[float, float]] = {
     "top, right": {1.0: 0.01, 4.0: 0.02, 6.0: 0.06, 8.0: 0.09},
     "top, wrong": {1.0: 0.10, 4.0: 0.15, 5.0: 0.20, 8.0: 0.26, 10.0: 0.33},
