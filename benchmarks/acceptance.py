@@ -47,6 +47,7 @@ from adammcmc import (
 )
 from adammcmc.acceptance import Comparison, Test, beta_eff
 from adammcmc.acceptance.bounds import Bound, DerivativeBound, logistic_bound
+from adammcmc.acceptance.subsample import look_sizes
 from benchmarks.networks import effective_size
 
 ORDERS = {0: "", 1: "first order", 2: "second order"}
@@ -108,7 +109,7 @@ def heavy_tails(n: int = 2000) -> Problem:
     largest = (1.0, 1.0, 4 / (3 * math.sqrt(3)))  # of the first, second and third derivative of log cosh
 
     def bound(order: int) -> Bound:
-        return DerivativeBound(torch.full((n,), largest[order], dtype=torch.float64), order, None if order == 0 else mode)
+        return DerivativeBound(torch.full((n,), largest[order], dtype=torch.float64), order)
 
     return Problem("heavy tails", log_cosh, (x,), None, mean[None], sd[None], 0.0, mode, 1.0 * width, bound, 200, 1000)
 
@@ -147,7 +148,7 @@ def logistic(n: int = 50_000, num_features: int = 5) -> Problem:
     mean, sd, error = _importance(inputs, offset, prior, g)
 
     def bound(order: int) -> Bound:
-        return logistic_bound(inputs, order, None if order == 0 else torch.zeros_like(w))
+        return logistic_bound(inputs, order)
 
     sigma = 2.38 / math.sqrt(len(w))
     return Problem(
@@ -204,6 +205,8 @@ def _small(problem: Problem) -> list[Row]:
         Row(f"`Sequential(0.1, {first})`", lambda p: Sequential(0.1, first), 0.4, num_chains=100),
         Row(f"`Sequential(0.05, {first})`", lambda p: Sequential(0.05, first), 0.3, num_chains=100),
         Row(f"`Sequential(0.01, {first})`", lambda p: Sequential(0.01, first), 0.25, num_chains=100),
+        Row(f"`Sequential(0.1, {first}, growth=1)`", lambda p: Sequential(0.1, first, 1.0), 0.4, num_chains=100),
+        Row(f"`Sequential(0.01, {first}, growth=1)`", lambda p: Sequential(0.01, first, 1.0), 0.25, num_chains=100),
         Row(f"`Confidence(0.05, bound, {first})`", lambda p: Confidence(0.05, p.bound(0), first), 0.2, num_chains=100),
         Row("`Tuna(bound, chi=0.1)`", lambda p: Tuna(p.bound(0), 0.1), 0.5, num_chains=100),
         Row("`Tuna(bound, chi=1e-4)`", lambda p: Tuna(p.bound(0), 1e-4), 1.5),
@@ -213,7 +216,7 @@ def _small(problem: Problem) -> list[Row]:
             Row("`Minibatch(50)`", lambda p: Minibatch(50), 0.6, order=k),
             Row("`Penalty(50)`", lambda p: Penalty(50), 0.6, order=k),
             Row("`Barker(50)`", lambda p: Barker(50), 0.6, order=k),
-            Row("`Sequential(0.01, 50, 1.5)`", lambda p: Sequential(0.01, 50, 1.5), 0.4, order=k),
+            Row("`Sequential(0.01, 50)`", lambda p: Sequential(0.01, 50), 0.4, order=k),
             Row("`Confidence(0.05, bound, 50)`", lambda p, k=k: Confidence(0.05, p.bound(k), 50), 0.3, order=k),
             Row("`Tuna(bound, chi=0.1)`", lambda p, k=k: Tuna(p.bound(k), 0.1), 0.6, order=k),
         ]
@@ -222,16 +225,16 @@ def _small(problem: Problem) -> list[Row]:
 
 def _large(problem: Problem) -> list[Row]:
     n = len(problem.data[0])
-    first, growth = n // 100, 2.0
+    first = n // 100
     found = [
         Row("`FullData()`", lambda p: FullData()),
         Row(f"`Minibatch({n // 10})`", lambda p: Minibatch(n // 10), 0.4),
         Row(f"`Minibatch({2 * n // 5})`", lambda p: Minibatch(2 * n // 5), 0.2, num_chains=16),
         Row(f"`Penalty({n // 10})`", lambda p: Penalty(n // 10), 0.2),
         Row(f"`Penalty({2 * n // 5})`", lambda p: Penalty(2 * n // 5), 0.2, num_chains=16),
-        Row(f"`Barker({first}, {growth:g})`", lambda p: Barker(first, growth), 0.15, num_chains=16),
-        Row(f"`Sequential(0.1, {first}, {growth:g})`", lambda p: Sequential(0.1, first, growth), 0.25, num_chains=16),
-        Row(f"`Sequential(0.01, {first}, {growth:g})`", lambda p: Sequential(0.01, first, growth), 0.15, num_chains=16),
+        Row(f"`Barker({first})`", lambda p: Barker(first), 0.15, num_chains=16),
+        Row(f"`Sequential(0.1, {first})`", lambda p: Sequential(0.1, first), 0.25, num_chains=16),
+        Row(f"`Sequential(0.01, {first})`", lambda p: Sequential(0.01, first), 0.15, num_chains=16),
         Row(f"`Confidence(0.05, bound, {first})`", lambda p: Confidence(0.05, p.bound(0), first), 0.1, num_chains=16),
         Row("`Tuna(bound, chi=0.1)`", lambda p: Tuna(p.bound(0), 0.1), 0.4),
         Row("`Tuna(bound, chi=1e-4)`", lambda p: Tuna(p.bound(0), 1e-4), 0.2, num_chains=16),
@@ -241,8 +244,8 @@ def _large(problem: Problem) -> list[Row]:
         found += [
             Row("`Minibatch(50)`", lambda p: Minibatch(50), order=k, num_chains=128),
             Row("`Penalty(50)`", lambda p: Penalty(50), order=k, num_chains=128),
-            Row("`Barker(50, 1.5)`", lambda p: Barker(50, 1.5), order=k, num_chains=64),
-            Row("`Sequential(0.01, 50, 1.5)`", lambda p: Sequential(0.01, 50, 1.5), 0.6, order=k),
+            Row("`Barker(50)`", lambda p: Barker(50), order=k, num_chains=64),
+            Row("`Sequential(0.01, 50)`", lambda p: Sequential(0.01, 50), 0.6, order=k),
             Row("`Tuna(bound, chi=0.1)`", lambda p, k=k: Tuna(p.bound(k), 0.1), 0.5 * k, k, 32 if k == 1 else 128),
         ]
     return found
@@ -310,18 +313,21 @@ def wrong_decisions(problem: Problem, num_moves: int, seed: int = 2) -> list[dic
         log_uniform,
     )
     truth = FullData()(comparison, None, generator)[0].is_accepted
+    n = target.num_examples
     for eps in (0.1, 0.05, 0.01):
-        for first in (target.num_examples // 40, target.num_examples // 10):
-            verdict = Sequential(eps, first)(comparison, None, generator)[0]
+        for first, growth in ((n // 40, 1.0), (n // 40, 1.5), (n // 10, 1.5)):
+            verdict = Sequential(eps, first, growth)(comparison, None, generator)[0]
             wrong = (verdict.is_accepted != truth).double()
+            sizes = torch.tensor(list(look_sizes(first, growth, n)), dtype=torch.float64)
             found.append(
                 {
                     "eps": eps,
                     "batch_size": first,
+                    "growth": growth,
                     "wrong": float(wrong.mean()),
                     "wrong_error": float(wrong.std()) / math.sqrt(num_moves),
-                    "looks": float((verdict.num_examples / first).ceil().mean()),
-                    "data": float(verdict.num_examples.mean()) / target.num_examples,
+                    "looks": float(torch.searchsorted(sizes, verdict.num_examples).double().mean()) + 1,
+                    "data": float(verdict.num_examples.mean()) / n,
                 }
             )
     return found
@@ -399,10 +405,10 @@ def table(found: list[dict[str, Any]]) -> str:
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """All tables of the docs, by name."""
-    wrong = ["| eps | first look | looks | wrong decisions | data |", "|---|---|---|---|---|"]
+    wrong = ["| eps | first look | growth | looks | wrong decisions | data |", "|---|---|---|---|---|---|"]
     for r in results["wrong_decisions"]:
         share = f"{r['wrong']:.3f} +- {r['wrong_error']:.3f}"
-        wrong.append(f"| {r['eps']} | {r['batch_size']} | {r['looks']:.1f} | {share} | {r['data']:.2f} |")
+        wrong.append(f"| {r['eps']} | {r['batch_size']} | {r['growth']:g} | {r['looks']:.1f} | {share} | {r['data']:.2f} |")
     pairs = ["| problem | lambda | rho | sd / truth of its law | accepted |", "|---|---|---|---|---|"]
     for r in results["corrected_mala"]:
         moves = f"{r['accepted']} of {r['moves']}"

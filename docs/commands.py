@@ -19,13 +19,14 @@ PAGE = Path(__file__).parent / "cli.md"
 BEGIN = """\
 # The command line
 
-A configuration names a network, data, a loss and a sampler; the command draws, stops and goes on, predicts and diagnoses. (This page is made from the code: `python docs/commands.py`.)
+A configuration names a network, data, a loss and a sampler; the command draws, stops and goes on, diagnoses, reports and predicts. (This page is made from the code: `python docs/commands.py`.)
 
 ```bash
 adammcmc schema > my.toml             # a configuration with every key and what it means; it runs as it is
 adammcmc sample my.toml --dry-run     # what would be sampled, and the size and the time it would take
 adammcmc sample my.toml               # draws go to runs/my; Ctrl-C stops, `adammcmc resume runs/my` goes on, bit for bit
 adammcmc diagnose runs/my             # the verdict, R-hat, effective draws, calibration
+adammcmc report runs/my               # all of it as one HTML page with figures, runs/my/report.html
 adammcmc predict runs/my new.npz --output predictions.csv
 ```
 
@@ -61,7 +62,7 @@ gap = 50
 batch_size = 128
 ```
 
-Paths are relative to the configuration file, and modules are looked for beside it and where you are. The run folder remembers the configuration, with what `--set` changed, so that `resume`, `predict` and `diagnose` need only the folder.
+Paths are relative to the configuration file, and modules are looked for beside it and where you are. The run folder remembers the configuration, with what `--set` changed, so that `resume`, `diagnose`, `report` and `predict` need only the folder.
 An unknown key, a value of another type or a name that is not there is an error of one line that says where, and what is nearest.
 
 | exit code | meaning |

@@ -360,8 +360,8 @@ MUTANTS = [
     Mutant(
         "the range of D in place of that of n D",
         "acceptance/confidence.py",
-        "return 2 * n * comparison.inverse_temperature() * largest",
-        "return 2 * comparison.inverse_temperature() * largest",
+        "return 2 * n * comparison.inverse_temperature() * self",
+        "return 2 * comparison.inverse_temperature() * self",
         "tests/test_subsample.py",
     ),
     Mutant(
@@ -374,8 +374,8 @@ MUTANTS = [
     Mutant(
         "the sum of the constants left out of the Poisson rate",
         "acceptance/tuna.py",
-        "rate = lam * m * c.sum()",
-        "rate = lam * m * c.mean() * 10",
+        "rate = lam * m * table.steps[-1]",
+        "rate = lam * m * table.weights.mean() * 10",
         "tests/test_subsample.py tests/test_data_density.py",
     ),
     Mutant(
@@ -388,8 +388,8 @@ MUTANTS = [
     Mutant(
         "a broken bound goes unnoticed",
         "acceptance/tuna.py",
-        "is_broken = (ratio.abs() > 1 + _ROUNDING).any(1)",
-        "is_broken = (ratio.abs() > 1000).any(1)",
+        "is_broken = (is_seen & (difference.abs() > most_allowed + rounding)).any(1)",
+        "is_broken = (is_seen & (difference.abs() > 1000)).any(1)",
         "tests/test_subsample.py",
     ),
     Mutant(

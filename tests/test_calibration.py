@@ -167,6 +167,88 @@ def test_outputs_of_one_example_are_not_counted_as_several() -> None:
     assert calibration.ece(many, labels)[:2] == pytest.approx(calibration.ece(p, y)[:2])
 
 
+def together(n: int = 200, outputs: int = 10, share: float = 0.6, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities (n, 3, outputs), labels that follow them, and normal numbers (n, outputs); an example's go together."""
+    g = generator(seed)
+
+    def normal(*shape: int) -> Tensor:
+        common, own = (torch.randn(n, *shape, k, generator=g, dtype=torch.float64) for k in (1, outputs))
+        return share**0.5 * common + (1 - share) ** 0.5 * own
+
+    p, z = (2 * normal(3)).softmax(1), normal()
+    return p, (torch.special.ndtr(z)[:, None] > p.cumsum(1)[:, :-1]).sum(1), z
+
+
+def inside(z: Tensor) -> calibration.Measured:
+    """The coverage of intervals that are a little too wide."""
+    found = calibration.score(prediction(torch.zeros(1, *z.shape), Likelihood("gaussian", 1.2)), z, levels=[0.5])
+    assert isinstance(found, ValueScores)
+    return calibration.Measured(*found.coverage[0][1:])
+
+
+def rmse(z: Tensor) -> calibration.Measured:
+    found = calibration.score(prediction(torch.zeros(1, *z.shape), Likelihood("values")), z, levels=[0.5])
+    assert isinstance(found, ValueScores)
+    return found.rmse
+
+
+def frequency(p: Tensor, y: Tensor) -> calibration.Measured:
+    curve = calibration.reliability(p[:, 0], y == 0, num_bins=4)
+    return calibration.Measured(float(curve.frequency[1]), float(curve.error[1]))
+
+
+TOGETHER: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "accuracy": lambda p, y, z: calibration.accuracy(p, y),
+    "nll": lambda p, y, z: calibration.nll(p, y),
+    "brier": lambda p, y, z: calibration.brier(p[:, 0], y == 0),
+    "ece": lambda p, y, z: calibration.ece((2 * p[:, 0].logit()).sigmoid(), y == 0)[:2],  # no bin changes its sign
+    "reliability": lambda p, y, z: frequency(p, y),
+    "coverage": lambda p, y, z: inside(z),
+    "rmse": lambda p, y, z: rmse(z),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_errors_of_outputs_that_go_together_are_those_of_a_bootstrap_over_examples(name: str) -> None:
+    """Of 200 resamples: their standard deviation is known to a part in sqrt(398). That of single outputs is another."""
+    measure, sets, g = TOGETHER[name], together(), generator(5)
+    again = [measure(*(x[rows] for x in sets)) for rows in torch.randint(200, (200, 200), generator=g)]
+    spread = float(torch.tensor([float(found[0]) for found in again], dtype=torch.float64).std())
+    tolerance = 4.5 / math.sqrt(398)
+    assert abs(math.log(measure(*sets)[1] / spread)) < tolerance
+    p, y, z = sets  # the same with every output as an example
+    naive = measure(p.movedim(1, 2).reshape(-1, 3), y.flatten(), z.flatten())[1]
+    assert math.log(spread / naive) > tolerance
+
+
+def test_independent_outputs_are_worth_as_much_as_examples() -> None:
+    p, y, _ = together(share=0.0)
+    found, alone = calibration.accuracy(p, y), calibration.accuracy(p.movedim(1, 2).reshape(-1, 3), y.flatten())
+    assert abs(math.log(found.error / alone.error)) < 4.5 / math.sqrt(2 * 200)
+    right = torch.ones(30, 5, dtype=torch.long)
+    assert calibration.accuracy(right.double(), right) == calibration.accuracy(right[:, 0].double(), right[:, 0])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.7])
+def test_true_probabilities_of_outputs_that_go_together_are_called_calibrated(share: float) -> None:
+    found, alone = [], []
+    for seed in range(60):
+        p, y, _ = together(200, 10, share, seed)
+        found.append(calibration.ece(p[:, 0], y == 0))
+        alone.append(calibration.ece(p[:, 0].flatten(), (y == 0).flatten()))
+    assert sum(not one.is_by_chance for one in found) <= 11  # 5% of 60 are 3; 12 and more have a probability of 6e-5
+    error = float(torch.tensor([one.value - one.by_chance for one in found]).std()) / 60**0.5
+    assert abs(np.mean([one.value - one.by_chance for one in found])) < 4.5 * error
+    if share > 0:
+        assert sum(not one.is_by_chance for one in alone) > 11
+
+
+def test_sure_answers_that_are_all_right_are_called_calibrated() -> None:
+    """1,000 outputs of each of 50 examples, 1 in 1,000 wrong: none is seen, if an example is right or wrong as a whole."""
+    p, y = torch.full((50, 1000), 0.999), torch.ones(50, 1000)
+    assert calibration.ece(p, y).is_by_chance
+
+
 def test_true_probabilities_are_called_calibrated_and_others_not() -> None:
     found = [calibration.ece(*classes(300, seed=s)) for s in range(60)]
     above = sum(not one.is_by_chance for one in found)

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,9 +46,19 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.chdir(here)
 
 
+DAMAGED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "half_config": lambda manifest: manifest["config"].pop("from_run"),
+    "other_config": lambda manifest: manifest.update(config="good.toml"),
+    "odd_changes": lambda manifest: manifest["config"].update(changes=[3]),
+    "no_configuration": lambda manifest: manifest.pop("configuration"),
+    "half_configuration": lambda manifest: manifest["configuration"].pop("num_draws"),
+    "no_model": lambda manifest: manifest.pop("model"),
+}
+
+
 def _damage(runs: Path) -> None:
     """Runs that cannot be read, each for a reason of its own."""
-    for name in ("no_manifest", "newer", "not_json", "python", "cut", "no_draws", "lost", "moments", "no_test"):
+    for name in ("no_manifest", "newer", "not_json", "python", "cut", "no_draws", "lost", "moments", "no_test", *DAMAGED):
         shutil.copytree(runs / "good", runs / name)
     (runs / "no_manifest" / "run.json").unlink()
     (runs / "not_json" / "run.json").write_text("{")
@@ -60,12 +71,33 @@ def _damage(runs: Path) -> None:
     (runs / "lost" / "chain-0" / "draw-000001.safetensors").unlink()
     text = manifest["config"]["text"].replace('test = "test.npz"', "")
     (runs / "no_test" / "run.json").write_text(json.dumps(manifest | {"config": manifest["config"] | {"text": text}}))
+    for name, damage in DAMAGED.items():
+        damaged = json.loads(json.dumps(manifest))
+        damage(damaged)
+        (runs / name / "run.json").write_text(json.dumps(damaged))
     moments = {**manifest, "keep": "moments"}
     (runs / "moments" / "run.json").write_text(json.dumps(moments))
 
 
 def listing(folder: Path) -> dict[str, int]:
     return {str(p): p.stat().st_size for p in folder.rglob("*") if "__pycache__" not in p.parts}
+
+
+def test_endings_may_be_in_capitals(home: Path, tmp_path: Path) -> None:
+    for command, ending in (("report", "HTML"), ("diagnose", "JSON"), ("predict", "CSV"), ("predict", "NPZ")):
+        file = tmp_path / f"X.{ending}"
+        answer = ask(command, "runs/good", "-o", file)
+        assert answer.code == 0, answer.err
+        assert file.stat().st_size > 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["X.CSV", "X.HTML", "X.JSON", "X.NPZ", "X_figures"]
+    assert "mean" in np.load(tmp_path / "X.NPZ")
+
+
+def test_one_example_is_one(home: Path) -> None:
+    np.save("single.npy", np.zeros((1, 2), dtype=np.float32))
+    answer = ask("predict", "runs/good", "single.npy")
+    Path("single.npy").unlink()
+    assert answer.out.startswith("1 example, 6 draws\nThe example of largest mutual information")
 
 
 # --- what it does ---------------------------------------------------------------------------------------------------------
@@ -151,7 +183,7 @@ def test_predictions_are_those_of_the_library(home: Path, tmp_path: Path) -> Non
         np.testing.assert_array_equal(written[name], getattr(p, name).numpy())
     np.testing.assert_array_equal(written["target"], data["targets"])
     accuracy = (p.labels.numpy() == data["targets"]).mean()
-    assert f"20 examples, 6 draws; accuracy {accuracy:.4f} +- " in answer.out
+    assert f"20 examples, 6 draws; accuracy {accuracy:.2f} +- 0." in answer.out
     first = int(p.mutual_information.argmax())
     rows = [line for line in answer.out.splitlines() if line.startswith("│")]
     assert rows[0].split()[1] == str(first)
@@ -328,9 +360,18 @@ def test_ctrl_c_before_the_first_step(home: Path, tmp_path: Path, monkeypatch: p
     def stop(*_: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("adammcmc.recipe.sample", stop)
-    answer = ask("sample", "good.toml", "-o", tmp_path / "run")
-    assert answer == Answer(130, "", "stopped before the first step; nothing is kept.\n")
+    for function in ("sample", "prepare"):
+        monkeypatch.setattr(f"adammcmc.recipe.{function}", stop)
+        answer = ask("sample", "good.toml", "-o", tmp_path / "run")
+        assert answer == Answer(130, "", "stopped before the first step; nothing is kept.\n")
+    assert ask("resume", "runs/good").err == "stopped; runs/good keeps 6 draws. Go on with: adammcmc resume runs/good\n"
+
+
+def test_help_is_set_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of the source is not a line of the help."""
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = [line.strip() for line in ask("sample", "--help").out.splitlines()]
+    assert "resume RUN goes on with it, bit for bit." in lines
 
 
 def test_ctrl_c_elsewhere_is_silent(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,6 +517,12 @@ BAD: list[tuple[list[str], int, str]] = [
     (["diagnose", "runs/python"], 1, "was not made by `adammcmc sample`: it does not say how to make its network"),
     (["diagnose", "runs/python", "--config", "task.toml"], 1, "[model] `name` is missing"),
     (["diagnose", "runs/python", "--config", "exact.toml"], 1, "is of another model"),
+    (["diagnose", "runs/half_config"], 1, "run.json' is damaged: its `config` is not what `adammcmc sample` writes. Give --"),
+    (["predict", "runs/other_config"], 1, "run.json' is damaged: its `config` is not what"),
+    (["report", "runs/odd_changes"], 1, "run.json' is damaged: its `config` is not what"),
+    (["resume", "runs/no_configuration"], 1, "run.json' is damaged: it has no 'configuration'"),
+    (["resume", "runs/half_configuration"], 1, "run.json' is damaged: it has no 'num_draws' in configuration"),
+    (["diagnose", "runs/no_model"], 1, "run.json' is damaged: it has no 'model'"),
     (["diagnose", "runs/cut"], 1, "the index says"),
     (["diagnose", "runs/lost"], 1, "is missing, which the index names"),
     (["diagnose", "runs/no_draws"], 1, "has no draws yet: `adammcmc resume runs/no_draws` goes on with it"),

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adammcmc import ControlVariate, DataDensity, FullData, Gaussian, Minibatch, kernels, sample_density
+import adammcmc
+from adammcmc import ControlVariate, DataDensity, FullData, Gaussian, Minibatch, TensorExamples, kernels, sample_density
 from adammcmc.acceptance import last_layer_bound, logistic_bound
+from adammcmc.control import Taylor
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(300, 4, dtype=torch.float64, generator=GENERATOR)
@@ -52,16 +54,16 @@ def test_the_polynomial_is_taylors(order: int) -> None:
 def test_what_is_left_stays_under_the_logistic_bound(order: int, scale: float) -> None:
     variate = None if order == 0 else ControlVariate(REFERENCE, order)
     target = DataDensity(logistic, X, Y, control_variate=variate)
-    bound = logistic_bound(X, order, None if order == 0 else REFERENCE)
+    bound, at = logistic_bound(X, order), (REFERENCE[None],)
     here, there = points(scale, 2000)
     left = target.example_losses(there, slice(None)) - target.example_losses(here, slice(None))
     if target.control is not None:
         left = left - target.control.differences(here, there, slice(None))
-    limit = bound.weights(300, X.device) * bound.distance(here, there)[:, None]
+    limit = bound.weights(300, X.device) * bound.distance(here, there, at)[:, None]
     # (close to the reference the difference of two losses is mostly rounding)
     assert bool((left.abs() <= limit + 1e-14).all())
     assert float((left.abs() / limit).max()) > 0.15, "a bound that is never approached costs too much data"
-    torch.testing.assert_close(bound.distance(here, there), bound.distance(there, here))
+    torch.testing.assert_close(bound.distance(here, there, at), bound.distance(there, here, at))
 
 
 def test_the_constants_of_the_logistic_loss_are_those_of_its_derivatives() -> None:
@@ -85,7 +87,7 @@ def test_the_bound_of_a_last_layer_holds_and_is_met(bias: bool) -> None:
         logits = [torch.einsum("ckf,nf->cnk", w[i], features) + b[i][:, None] for i in (0, 1)]
         losses = [-z.log_softmax(2)[:, torch.arange(100), labels] for z in logits]
         here, there = ((w[i], b[i]) if bias else (w[i],) for i in (0, 1))
-        ratio = (losses[1] - losses[0]).abs() / (bound.weights(100, w[0].device) * bound.distance(here, there)[:, None])
+        ratio = (losses[1] - losses[0]).abs() / (bound.weights(100, w[0].device) * bound.distance(here, there, None)[:, None])
         largest = max(largest, float(ratio.max()))
     assert 0.5 < largest <= 1
 
@@ -117,6 +119,63 @@ def test_float32_data_keep_their_sums_in_float64() -> None:
     total = rough.total(tuple(x.float() for x in here), tuple(x.float() for x in there))
     assert total.dtype == torch.float64
     torch.testing.assert_close(total, exact.total(here, there), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_million_rows_in_float32_are_off_by_less_than_a_thousandth(order: int) -> None:
+    """Y of a move of about one posterior sd, in both doors, against float64: sums over chunks are kept in float64."""
+    n = 1_000_000
+    x = torch.randn(n, 2, generator=torch.Generator().manual_seed(0))
+    y = torch.where(torch.rand(n, generator=torch.Generator().manual_seed(1)) < torch.sigmoid(x[:, 0]), 1.0, -1.0)
+    at, here, there = torch.tensor([[0.9, 0.1], [1.0012, 0.0821], [0.9983, 0.0783]])
+    model = torch.nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(at)
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        return F.softplus(-y * model(x)[:, 0])
+
+    sampler = adammcmc.MALA(
+        model.parameters(),
+        1e-6,
+        num_data=n,
+        prior=Gaussian(),
+        acceptance=Minibatch(100),
+        examples=TensorExamples(losses, x, y),
+    )
+    sampler.use_control_variate(order)
+    door = sampler._potential(sampler._layout(), [lambda: losses(x[:1], y[:1])])
+    density = DataDensity(logistic, x, y, batch_size=1, control_variate=ControlVariate(at, order))
+    changes = logistic(there.double(), x.double(), y.double()) - logistic(here.double(), x.double(), y.double())
+    foreseen = float(taylor(at.double(), here.double(), there.double(), x.double(), y.double(), order))
+    for potential in (door, density):
+        move = tuple((point.view(1, 2).clone(),) for point in (here, there))
+        assert potential.control is not None
+        known = float(potential.control.total(*move))
+        left = sum(
+            float((potential.example_losses(move[1], s).double() - potential.example_losses(move[0], s).double()).sum())
+            - float(potential.control.differences(*move, s).sum())
+            for s in (slice(i, i + 100_000) for i in range(0, n, 100_000))
+        )
+        assert abs(known + left - float(changes.sum())) < 1e-3
+        assert abs(known - foreseen) < 5e-6
+
+
+def taylor(at: Tensor, here: Tensor, there: Tensor, x: Tensor, y: Tensor, order: int) -> Tensor:
+    """Of the logistic losses, summed: T(there) - T(here)."""
+    p = torch.sigmoid(-y * (x @ at))
+    first = (-y * p * (x @ (there - here))).sum()
+    ends = (p * (1 - p) * ((x @ (there - at)).square() - (x @ (here - at)).square())).sum()
+    return first + 0.5 * ends if order == 2 else first
+
+
+def test_the_hessian_is_taken_in_columns() -> None:
+    """More parameters than go at once, not a multiple of them: the sum is that of all."""
+    x = torch.randn(40, 150, dtype=torch.float64, generator=GENERATOR)
+    y, at = torch.ones(40, dtype=torch.float64), torch.zeros(150, dtype=torch.float64)
+    control = DataDensity(logistic, x, y, control_variate=ControlVariate(at)).control
+    assert isinstance(control, Taylor)
+    torch.testing.assert_close(control._hessian, 0.25 * x.T @ x, rtol=1e-12, atol=1e-12)
 
 
 def test_full_data_do_not_use_it() -> None:

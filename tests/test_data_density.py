@@ -26,6 +26,7 @@ from adammcmc import (
     Info,
     Minibatch,
     Penalty,
+    PerExampleLossRequired,
     Sequential,
     Tuna,
     UniformBox,
@@ -101,9 +102,9 @@ INVARIANT = {
     "sequential": (Sequential(1e-3, 50), {}),
     "tuna": (Tuna(DerivativeBound(ONES), 0.1), {}),
     "tuna, no extra": (Tuna(DerivativeBound(ONES), 0.0), {}),
-    "tuna, first order": (Tuna(DerivativeBound(ONES, 1, REFERENCE), 0.1), {"control_variate": ControlVariate(REFERENCE, 1)}),
+    "tuna, first order": (Tuna(DerivativeBound(ONES, 1), 0.1), {"control_variate": ControlVariate(REFERENCE, 1)}),
     "tuna, second order": (
-        Tuna(DerivativeBound(THIRD * ONES, 2, REFERENCE), 0.1),
+        Tuna(DerivativeBound(THIRD * ONES, 2), 0.1),
         {"control_variate": ControlVariate(REFERENCE)},
     ),
     "barker, second order": (Barker(30), {"control_variate": ControlVariate(REFERENCE)}),
@@ -235,7 +236,11 @@ def test_burn_in_tunes_barker_to_its_own_rate() -> None:
     [
         (lambda: DataDensity(loss), "tensors of one length"),
         (lambda: DataDensity(loss, X, X[:3]), "tensors of one length"),
-        (lambda: DataDensity(loss, X, batch_size=N + 1), f"`batch_size` must lie between 1 and the number of examples, {N}"),
+        (
+            lambda: DataDensity(loss, X, batch_size=N + 1),
+            f"`batch_size` must be a whole number between 1 and the number of examples, {N}, got {N + 1}",
+        ),
+        (lambda: DataDensity(loss, X, batch_size=2.5), "whole number .* got 2.5"),
         (lambda: DataDensity(loss, X, inverse_temperature=0.0), "`inverse_temperature` must be positive"),
         (lambda: ControlVariate(REFERENCE, 3), "`order` must be 1 or 2, got 3"),
         (lambda: DataDensity(loss, X, control_variate=ControlVariate({"w": REFERENCE})), "structure of the parameters"),
@@ -252,6 +257,40 @@ def test_burn_in_tunes_barker_to_its_own_rate() -> None:
 def test_bad_use_is_refused(build: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def centred(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    losses = F.softplus(-y * (x @ w))
+    return losses - 0.5 * losses.mean()
+
+
+def test_a_loss_that_looks_at_its_company_is_refused() -> None:
+    """At the zero point all losses are log 2, and nothing can be seen: the first proposals show it."""
+    x = torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
+    y = torch.ones(100)
+    for start in (torch.ones(3, 2), torch.zeros(3, 2)):
+        for size in (None, 20):
+            target = DataDensity(centred, x, y, prior=Gaussian(), batch_size=size)
+            with pytest.raises(PerExampleLossRequired, match=r"depends on the examples that it is evaluated with \(a mean"):
+                sample_density(target, start, kernels.mala(0.1), num_steps=3, progress=False)
+    with pytest.raises(PerExampleLossRequired, match="depends on the examples"):
+        DataDensity(centred, x, y, control_variate=ControlVariate(torch.ones(2)))
+
+
+def test_company_is_looked_for_at_a_few_points_only() -> None:
+    sizes = []
+
+    def counting(w: Tensor, x: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return loss(w, x)
+
+    target = DataDensity(counting, X, prior=Gaussian())
+    sample_density(target, TRUTH.draw(3), kernels.mala(0.01), num_steps=10, progress=False)
+    assert sizes.count(N) > 10
+    assert sizes.count(16) == 4  # together; then in two parts
+    assert sizes.count(8) == 8
+    one = DataDensity(counting, X[:1], prior=Gaussian())
+    sample_density(one, TRUTH.draw(3), kernels.mala(0.01), num_steps=1, progress=False)
 
 
 def test_the_persistent_uniform_is_refused_where_it_makes_no_sense() -> None:

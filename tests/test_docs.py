@@ -174,7 +174,7 @@ def test_the_bundled_jets_are_those_of_the_page(name: str) -> None:
 
 
 def test_the_page_on_acceptance_tests(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    functional, in_a_loop = blocks("docs/acceptance.md")
+    functional, in_a_loop, in_sample = blocks("docs/acceptance.md")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3000, 3, generator=generator).double()
     mode = torch.tensor([1.0, -0.5, 0.2]).double()
@@ -191,4 +191,7 @@ def test_the_page_on_acceptance_tests(names: dict[str, Any], capsys: pytest.Capt
     run(in_a_loop, names)
     assert float(names["sampler"].info.num_examples) == 200
     assert 0 < float(names["sampler"].info.log_ratio_noise) < 10
+    run(in_sample, names)
+    assert len(names["posterior"]) == 10
+    assert "Barker on a growing batch" in names["posterior"].target
     assert "examples a step" in capsys.readouterr().out

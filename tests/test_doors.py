@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 from adammcmc import (
     MALA,
+    AdamMCMC,
     Barker,
     Confidence,
     FullData,
@@ -28,7 +30,7 @@ from adammcmc import (
     Underdamped,
     sample,
 )
-from adammcmc.acceptance import ClampedLoss, DerivativeBound, beta_eff, last_layer_bound
+from adammcmc.acceptance import ClampedLoss, DerivativeBound, beta_eff, last_layer_bound, logistic_bound
 from tests.doors import DOORS, X, Y, closure, mala, network, same, seeded, weights
 
 
@@ -216,10 +218,11 @@ def test_the_last_layer_with_tuna_takes_few_examples_and_never_breaks_its_bound(
 # --- control variates ----------------------------------------------------------------------------------------------------
 
 
-def test_the_control_variate_of_a_network_is_its_gradient_at_the_reference() -> None:
+@pytest.mark.parametrize("order", [1, 2])
+def test_the_control_variate_of_a_network_has_its_derivatives_at_the_reference(order: int) -> None:
     model = network(torch.float64)
     sampler = mala(model, acceptance=Minibatch(10), examples=examples(model))
-    sampler.use_control_variate()
+    sampler.use_control_variate(order)
     reference = copy.deepcopy(model)
     packing = sampler._layout()
     potential = sampler._potential(packing, [closure(model)])
@@ -231,8 +234,15 @@ def test_the_control_variate_of_a_network_is_its_gradient_at_the_reference() -> 
     known = potential.control.differences(here, there, rows)
     for i, row in enumerate(rows[0].tolist()):
         loss = F.cross_entropy(reference(X[row : row + 1].double()), Y[row : row + 1])
-        grads = torch.autograd.grad(loss, list(reference.parameters()))
-        expected = sum(float((g * (b - a)).sum()) for g, a, b in zip(grads, *moves, strict=True))
+        points = list(reference.parameters())
+        grads = torch.autograd.grad(loss, points, create_graph=True)
+        slope = sum((g * (b - a)).sum() for g, a, b in zip(grads, *moves, strict=True))
+        expected = float(slope.detach())
+        if order == 2:
+            bends = torch.autograd.grad(slope, points)
+            expected += 0.5 * sum(
+                float((h * (a + b - 2 * r.detach())).sum()) for h, a, b, r in zip(bends, *moves, points, strict=True)
+            )
         assert float(known[0, i]) == pytest.approx(expected, rel=1e-9)
     everything = potential.control.differences(here, there, slice(0, 64)).sum()
     assert float(potential.control.total(here, there)) == pytest.approx(float(everything), rel=1e-9)
@@ -253,7 +263,8 @@ def test_near_its_reference_a_network_needs_fewer_examples() -> None:
     assert noise[1] < 0.3 * noise[0]
 
 
-def test_a_saved_sampler_goes_on_bit_for_bit_with_its_control_variate() -> None:
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_saved_sampler_goes_on_bit_for_bit_with_its_control_variate(order: int) -> None:
     def steps(sampler: MALA, model: nn.Module, count: int) -> None:
         for k in range(count):
             sampler.step(closure(model, slice(k % 2 * 32, k % 2 * 32 + 32)))
@@ -264,7 +275,7 @@ def test_a_saved_sampler_goes_on_bit_for_bit_with_its_control_variate() -> None:
 
     first, model = new()
     steps(first, model, 4)
-    first.use_control_variate()
+    first.use_control_variate(order)
     steps(first, model, 4)
     file = io.BytesIO()
     torch.save((first.state_dict(), model.state_dict()), file)
@@ -280,7 +291,125 @@ def test_a_saved_sampler_goes_on_bit_for_bit_with_its_control_variate() -> None:
 
 def test_a_control_variate_without_examples_is_refused() -> None:
     with pytest.raises(PerExampleLossRequired, match="needs the losses of single examples"):
-        mala(network()).use_control_variate()
+        mala(network(), acceptance=Barker(30)).use_control_variate()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"acceptance": Minibatch()}, r"would do nothing here \(Metropolis on the batch\): it is for tests that choose"),
+        ({"acceptance": Penalty()}, "would do nothing"),
+        ({"acceptance": FullData()}, "would do nothing"),
+        ({"acceptance": Barker(30), "fixed_data": True}, r"would do nothing here \(fixed data\)"),
+    ],
+    ids=str,
+)
+def test_a_control_variate_that_nothing_would_use_is_refused(options: dict[str, Any], message: str) -> None:
+    model = network()
+    with pytest.raises(ValueError, match=message):
+        mala(model, examples=examples(model), **options).use_control_variate()
+
+
+def test_the_hessian_of_a_large_network_is_refused() -> None:
+    model = network(width=300)
+    sampler = mala(model, acceptance=Barker(30), examples=examples(model))
+    with pytest.raises(ValueError, match=r"keeps the Hessian of all 2703 parameters, and 2000 are the most\. Take order=1"):
+        sampler.use_control_variate(2)
+    with pytest.raises(ValueError, match="`order` must be 1 or 2, got 3"):
+        sampler.use_control_variate(3)
+
+
+class Line:
+    """A logistic regression with one weight, the truth by quadrature, and its sampler: a random walk with a bound."""
+
+    def __init__(self, bound_order: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(200, 1, dtype=torch.float64, generator=generator)
+        self.y = torch.where(torch.rand(200, generator=generator) < torch.sigmoid(1.5 * self.x[:, 0]), 1.0, -1.0).double()
+        grid = torch.linspace(-1, 5, 3001, dtype=torch.float64)
+        level = -F.softplus(-self.y * self.x[:, 0] * grid[:, None]).sum(1) - grid.square() / 2
+        weight = torch.softmax(level, 0)
+        self.mean = float((weight * grid).sum())
+        self.sd = float((weight * (grid - self.mean).square()).sum().sqrt())
+        self.model = nn.Linear(1, 1, bias=False).double()
+        nn.init.constant_(self.model.weight, self.mean + 0.5 * self.sd)  # not the mode, on purpose
+        self.sampler = AdamMCMC(
+            self.model.parameters(),
+            lr=0.0,
+            sigma=2.4 * self.sd,
+            num_data=200,
+            prior=Gaussian(),
+            acceptance=Tuna(logistic_bound(self.x, bound_order)),
+            examples=TensorExamples(self.losses, self.x, self.y),
+            generator=seeded(),
+        )
+
+    def losses(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.softplus(-y * self.model(x)[:, 0])
+
+    def step(self) -> float:
+        self.sampler.step(lambda: self.losses(self.x[:1], self.y[:1]))
+        return float(self.model.weight.detach())
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_tuna_with_a_control_variate_has_the_exact_law_in_the_optimizer_s_door(order: int) -> None:
+    """Mean and variance against quadrature, with errors from batch means; an example breaks no bound, or it would warn."""
+    line = Line(order)
+    line.sampler.use_control_variate(order)
+    draws, used = [], []
+    for _ in range(1600):
+        draws.append(line.step())
+        used.append(float(line.sampler.info.num_examples))
+    z = (torch.tensor(draws, dtype=torch.float64) - line.mean) / line.sd
+    for values, truth in ((z, 0.0), (z.square(), 1.0)):
+        means = values.view(40, -1).mean(1)
+        assert abs(float(means.mean()) - truth) < 4.5 * float(means.std()) / math.sqrt(40)
+        assert float(means.std()) / math.sqrt(40) < 0.1
+    assert sum(used) / len(used) < {1: 60, 2: 10}[order]
+    assert len(line.sampler.approximations()) == 1  # (that of Adam's moments, which do nothing at lr = 0)
+
+
+@pytest.mark.parametrize(("bound_order", "order"), [(2, 1), (1, 2), (0, 1), (1, None)])
+def test_a_bound_for_another_control_variate_is_refused(bound_order: int, order: int | None) -> None:
+    line = Line(bound_order)
+    if order is not None:
+        line.sampler.use_control_variate(order)
+    before = weights(line.model)
+    with pytest.raises(ValueError, match=f"the bound is for a control variate of order {bound_order}"):
+        line.step()
+    assert same(before, weights(line.model))
+
+
+def test_sample_takes_the_control_variate_of_a_factory(tmp_path: Path) -> None:
+    """Expanded where the model came in, for each chain; a run that stopped goes on bit for bit; a stack has none."""
+    made: list[MALA] = []
+
+    def near(params: Any, num_data: int, generator: torch.Generator, examples: Any) -> MALA:
+        sampler = MALA(
+            params, 1e-4, num_data=num_data, prior=Gaussian(), acceptance=Barker(30), examples=examples, generator=generator
+        )
+        sampler.use_control_variate()
+        made.append(sampler)
+        return sampler
+
+    def run(num_draws: int, **options: Any) -> Any:
+        settings = {"batch_size": 16, "burn_in": 2, "gap": 2, "num_chains": 2, "progress": False, "stacked": False}
+        return sample(network(), (X, Y), F.cross_entropy, sampler=near, num_draws=num_draws, **(settings | options))
+
+    whole = run(6)
+    start = list(network().parameters())
+    used = [sampler._reference for sampler in made if sampler.num_steps > 0]
+    assert len(used) == 2
+    for reference in used:
+        assert reference is not None
+        assert all(torch.equal(a, b) for a, b in zip(reference.params, start, strict=True))
+    run(3, path=tmp_path)
+    again = run(6, path=tmp_path, resume=True)
+    for a, b in zip(whole, again, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    with pytest.raises(ValueError, match=r"a control variate is expanded for one chain at a time\. Pass stacked=False"):
+        run(2, stacked=True)
 
 
 def test_sample_gives_the_examples_to_the_tests_that_choose_them() -> None:

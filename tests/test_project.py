@@ -47,6 +47,7 @@ ORDER = [
     ["forecast"],
     ["tables"],
     ["jets"],
+    ["replication"],
     ["demo", "cli_jets"],
     ["cli"],
     ["__main__"],

@@ -207,3 +207,67 @@ def test_what_config_holds_must_be_json(home: Path) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
         recipe.sample(home / "new", config=bad)
     assert not (home / "new").exists()
+
+
+BINARY = """
+[model]
+name = "torch.nn:Linear"
+arguments = { in_features = 4, out_features = 1 }
+[data]
+train = "bits.npz"
+[loss]
+name = "LOSS"
+[run]
+num_draws = 2
+gap = 1
+burn_in = 200
+"""
+
+
+@pytest.fixture
+def bits(tmp_path: Path) -> Path:
+    """Bytes of 2 x 2 pixels, and whole labels of the shape of the outputs: as files are."""
+    random = np.random.default_rng(0)
+    x = random.integers(0, 256, size=(30, 4), dtype=np.uint8)
+    np.savez(tmp_path / "bits.npz", inputs=x, targets=(x[:, :1] > 127).astype(np.int64))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "loss", ["binary_cross_entropy_with_logits", "torch.nn:BCEWithLogitsLoss", "GaussianNLL", "torch.nn.functional:mse_loss"]
+)
+def test_whole_numbers_in_files_become_what_the_loss_and_the_network_take(bits: Path, loss: str) -> None:
+    recipe = prepare(
+        Source(BINARY.replace("LOSS", loss), ("loss.arguments={noise=1}",) * (loss == "GaussianNLL"), bits, "a.toml")
+    )
+    with pytest.warns(
+        UserWarning, match=r"\[data\] `train`: inputs of uint8 \(\d+ to 2\d\d\) become floats as they are, not scaled"
+    ):
+        inputs, targets = recipe.train
+    assert inputs.dtype == np.float32
+    assert inputs.max() > 200
+    assert targets.dtype == (np.int64 if "mse" in loss else np.float32)  # of an unknown likelihood they may be labels
+    assert len(recipe.sample(None, progress=False)) == 2
+    assert recipe.likelihood.name in ("bernoulli", "gaussian", "values")
+
+
+def test_what_the_configuration_says_of_the_outputs_decides(bits: Path) -> None:
+    source = Source(
+        BINARY.replace("LOSS", "torch.nn.functional:soft_margin_loss"), ("loss.likelihood=bernoulli",), bits, "a.toml"
+    )
+    with pytest.warns(UserWarning, match="not scaled"):
+        assert prepare(source).train[1].dtype == np.float32
+
+
+def test_inputs_of_an_embedding_stay_whole(bits: Path) -> None:
+    inputs, targets = load_data("bits.npz", bits, nn.Sequential(nn.Embedding(256, 3), nn.Linear(3, 2)))
+    assert (inputs.dtype, targets.dtype) == (np.int64, np.int64)
+
+
+def test_whole_targets_of_yes_and_no_are_refused_in_python() -> None:
+    x, y = torch.randn(8, 2), torch.arange(8) % 2
+    for loss in (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss(), F.binary_cross_entropy):
+        with pytest.raises(ValueError, match=r"needs floating-point targets, for example targets\.float\(\), got torch\.int64"):
+            adammcmc.sample(nn.Linear(2, 1), (x, y[:, None]), loss, num_draws=1)
+    with pytest.raises(ValueError, match=r"For one output, targets\[:, None\] has the shape"):
+        adammcmc.sample(nn.Linear(2, 1), (x, y.float()), F.binary_cross_entropy_with_logits, num_draws=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import urllib.parse
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -347,3 +348,50 @@ def test_moments_alone_have_their_traces(tmp_path: Path) -> None:
     path = posterior.report(tmp_path / "moments.html")
     assert (tmp_path / "moments_figures" / "potential.svg").exists()
     assert "12 draws of 2 chains" in Page(path.read_text()).words
+
+
+def test_odd_names_are_quoted_in_addresses(well: tuple[Path, Posterior], tmp_path: Path) -> None:
+    name = "50% of #1? a:b"
+    path = well[1].report(tmp_path / f"{name}.html", progress=False)
+    page = Page(path.read_text())
+    links = [a["href"] for tag, a in page.tags if tag == "a" and (a.get("href") or "").endswith(".svg")]
+    assert len(links) == 3
+    for link in links:
+        assert link is not None
+        address = urllib.parse.urljoin(path.as_uri(), link)
+        assert Path(urllib.parse.unquote(urllib.parse.urlsplit(address).path)).is_file()
+    assert f"{name}_figures/loss.svg" in page.words  # read, not followed
+
+
+def test_figures_of_an_earlier_report_do_not_stay(well: tuple[Path, Posterior], tmp_path: Path) -> None:
+    path, folder = tmp_path / "again.html", tmp_path / "again_figures"
+    well[1].report(path, points(20, seed=1), progress=False)
+    assert (folder / "reliability.svg").exists()
+    (folder / "mine.svg").write_text("of the user")
+    well[1].report(path, progress=False)
+    assert sorted(p.stem for p in folder.iterdir()) == ["acceptance", "loss", "mine", "potential"]
+
+
+def test_one_example_and_one_chain_are_one(tmp_path: Path) -> None:
+    posterior = sampled(num_chains=1, num_draws=4)
+    words = Page(posterior.report(tmp_path / "one.html", points(1, seed=1), progress=False).read_text()).words
+    assert "1 held-out example: " in words
+    assert "(error unknown)" in words
+    assert "The example with the largest mutual information" in words
+    assert "1 examples" not in words
+    assert "1 chains" not in words
+    assert "nan" not in words
+
+
+def test_the_modes_of_the_network_are_words(well: tuple[Path, Posterior]) -> None:
+    assert re.search(r"modes \(train or eval\)\s*train", Page(well[0].read_text()).words)
+
+
+def test_scores_have_their_errors(well: tuple[Path, Posterior]) -> None:
+    path, posterior = well
+    text = path.read_text()
+    scores = posterior.score(points(80, seed=1), progress=False)
+    assert isinstance(scores, adammcmc.ClassScores)
+    for measured in (scores.accuracy, scores.nll, scores.brier):
+        assert f"<dd>{measured.value:.3f} ± {measured.error:.3f}</dd>" in text
+    assert "?. File:" not in Page(text).words

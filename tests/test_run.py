@@ -707,7 +707,7 @@ OTHER_RUNS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "loss": ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, StoreMismatch, "has loss = cross_entropy"),
     "noise": ({"likelihood": "values"}, StoreMismatch, "has likelihood ="),
-    "modes": ({"model": network().eval()}, StoreMismatch, r"has modes \(train or eval\)"),
+    "modes": ({"model": network().eval()}, StoreMismatch, r"has modes \(train or eval\) = train, this call has eval"),
     "policy": ({"sampler": partial(ALGORITHM_1, batch_norm="frozen")}, StoreMismatch, "'batch_norm': 'batch'"),
     "scheduler": (
         {"scheduler": lambda s: torch.optim.lr_scheduler.ExponentialLR(s, 0.9)},
@@ -810,3 +810,16 @@ def test_a_second_call_with_the_same_path_in_memory_of_another_thread_is_locked(
 
     run(tmp_path / "run", callbacks=[Second()])
     assert len(errors) == 1
+
+
+def test_modes_are_said_in_words() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    model[1].eval()
+    for mode, words in (("as it is", "train; eval: 1"), ("train", "train"), ("eval", "eval")):
+        if mode != "as it is":
+            model.train(mode == "train")
+        posterior = adammcmc.sample(
+            model, (X[:, :2], Y % 2), F.cross_entropy, sampler=partial(adammcmc.AdamMCMC, lr=1e-3, sigma=1e-3),
+            num_draws=1, gap=1, burn_in=0, progress=False,
+        )  # fmt: skip
+        assert posterior.store.manifest["configuration"]["modes (train or eval)"] == words

@@ -5,13 +5,14 @@ The contract table has one row for each test: what it promises of P(accept), at 
 
 from __future__ import annotations
 
+import copy
 import math
 import textwrap
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -36,9 +37,8 @@ from adammcmc.acceptance import (
     logistic_bound,
 )
 from adammcmc.acceptance.correction import ATOMS, acceptance, correction
-from adammcmc.acceptance.metropolis import decisive, metropolis
 from adammcmc.acceptance.sequential import student_quantile
-from adammcmc.acceptance.subsample import estimate
+from adammcmc.acceptance.subsample import estimate, look_sizes
 from adammcmc.chain import sample_density
 from adammcmc.control import ControlVariate
 from adammcmc.data_density import DataDensity
@@ -366,14 +366,7 @@ def test_the_recipe_for_a_new_test_keeps_its_promise() -> None:
     code = textwrap.dedent(text.split("```python\n")[1].split("```")[0])
     assert "class Quiet" in code
     assert len(code.splitlines()) < 60
-    names = {
-        "dataclass": dataclass,
-        "ClassVar": ClassVar,
-        "Comparison": Comparison,
-        "Verdict": Verdict,
-        "Randomness": Randomness,
-    }
-    names |= {"decisive": decisive, "metropolis": metropolis, "estimate": estimate}
+    names: dict[str, Any] = {"__name__": __name__}
     exec(code, names)
     test: Any = names["Quiet"]
     for log_ratio in (-1.0, 0.5):
@@ -471,8 +464,8 @@ def test_a_batch_larger_than_the_data_is_refused(name: str) -> None:
         (lambda: DerivativeBound(torch.tensor([1.0, -1.0])), "must be positive and finite"),
         (lambda: DerivativeBound(torch.zeros(3)), "must be positive and finite"),
         (lambda: DerivativeBound(torch.tensor([1.0, math.inf])), "must be positive and finite"),
-        (lambda: DerivativeBound(torch.ones(3), order=1), "`order` must be 0, or 1 or 2 with the `reference`"),
-        (lambda: DerivativeBound(torch.ones(3), order=3, reference=torch.ones(1)), "`order` must be 0, or 1 or 2"),
+        (lambda: DerivativeBound(torch.ones(3), order=3), "`order` must be that of the control variate, 1 or 2, or 0"),
+        (lambda: logistic_bound(torch.ones(3, 2), order=-1), "`order` must be that of the control variate, 1 or 2, or 0"),
     ],
 )
 def test_bad_settings_are_refused(build: Callable[[], Any], message: str) -> None:
@@ -500,6 +493,72 @@ def test_a_broken_bound_is_noticed_and_the_full_data_decide() -> None:
     torch.testing.assert_close(verdict.log_ratio[broke], torch.full_like(verdict.log_ratio[broke], -0.5))
     _, again = tight(comparison, violations, torch.Generator().manual_seed(4))  # warned once
     assert int(again.sum()) > int(violations.sum())
+
+
+def test_a_bound_that_is_met_is_no_loss_that_is_not_finite() -> None:
+    """With chi = 0 the way back of a kept example with D_i = c_i M is impossible: Y = -inf, of losses that are finite."""
+    comparison, potential = move(0.0, 1.0, 300)
+    potential.changes = torch.full((NUM_DATA,), 0.02, dtype=torch.float64)
+    test = Tuna(DerivativeBound(potential.changes), 0.0)
+    verdict, violations = test(comparison, None, torch.Generator().manual_seed(0))
+    assert bool((verdict.log_ratio == -math.inf).any())
+    assert bool(verdict.is_finite.all())
+    assert not bool(verdict.is_accepted[verdict.log_ratio == -math.inf].any())
+    assert int(violations.sum()) == 0
+    potential.changes = torch.full((NUM_DATA,), math.inf, dtype=torch.float64)
+    verdict, _ = test(comparison, None, torch.Generator().manual_seed(0))
+    assert not bool(verdict.is_finite[verdict.num_examples > 0].any())
+
+
+class Coarse(Prescribed):
+    """Losses near 10,000 in float32, which go by steps of 2^-10."""
+
+    def example_losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
+        return (1e4 + super().example_losses(params, indices)).float()
+
+
+def test_rounding_beyond_the_bound_keeps_detailed_balance() -> None:
+    """D_i is +- 2^-10 by rounding, and the bound 2^-12: what is taken for D_i must be the same there and back."""
+    lam, largest = 40.0, 2.0**-12
+    changes = torch.where(torch.arange(NUM_DATA) < 150, 2.0**-10, -(2.0**-10)).double()
+    test = Tuna(DerivativeBound(torch.full((NUM_DATA,), largest, dtype=torch.float64)), 0.3)
+    comparison, _ = move(0.0, 0.0, 20_000, lam)
+    rates = []
+    for way in (changes, -changes):
+        verdict, violations = test(replace(comparison, potential=Coarse(way, lam)), None, torch.Generator().manual_seed(5))
+        assert int(violations.sum()) == 0
+        rates.append(verdict.acceptance_rate)
+    error = sum(float(a.var() / a.mean() ** 2) / len(a) for a in rates) ** 0.5
+    assert abs(math.log(float(rates[0].mean() / rates[1].mean())) - lam * largest * (250 - 150)) < 4.5 * error
+    assert error < 0.02
+
+
+def test_no_step_asks_for_the_constants_of_all_examples_again() -> None:
+    asked = []
+
+    class Counting(ClampedLoss):
+        def weights(self, num_examples: int, device: torch.device) -> Tensor:
+            asked.append(num_examples)
+            return super().weights(num_examples, device)
+
+    comparison, _ = move(0.0, 1.0, 3)
+    for test in (Tuna(Counting(0.1)), Confidence(0.5, Counting(0.1), 30)):
+        first = [test(comparison, None, torch.Generator().manual_seed(k))[0].log_ratio for k in range(5)]
+        assert asked == [NUM_DATA]
+        asked.clear()
+        fresh = replace(test)
+        assert all(
+            torch.equal(fresh(comparison, None, torch.Generator().manual_seed(k))[0].log_ratio, y) for k, y in enumerate(first)
+        )
+        copy.deepcopy(test)(comparison, None, torch.Generator())
+        assert asked == [NUM_DATA] * 2  # each copy for itself
+        asked.clear()
+
+
+@pytest.mark.parametrize("test", [Barker(), Sequential(), Confidence()], ids=str)
+def test_the_number_of_looks_grows_as_the_logarithm_of_the_data(test: Any) -> None:
+    small, large = (len(list(look_sizes(test.batch_size, test.growth, n))) for n in (10_000, 10_000_000))
+    assert large - small <= math.ceil(math.log(1000) / math.log(1.5)) + 1
 
 
 def test_an_estimate_outside_of_the_support_looks_at_nothing() -> None:
@@ -590,7 +649,11 @@ def test_a_bound_and_a_control_variate_must_belong_together() -> None:
     def loss(theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return F.softplus(-y * (x @ theta))
 
-    cases = [(logistic_bound(x), ControlVariate(reference, 2)), (logistic_bound(x, 2, reference), None)]
+    cases = [
+        (logistic_bound(x), ControlVariate(reference, 2)),
+        (logistic_bound(x, 2), None),
+        (logistic_bound(x, 1), ControlVariate(reference, 2)),
+    ]
     for bound, control in cases:
         density = DataDensity(loss, x, y, control_variate=control, batch_size=20)
         for test in (Tuna(bound), Confidence(0.1, bound, 30)):

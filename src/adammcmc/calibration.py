@@ -1,8 +1,9 @@
 r"""Whether predictions are right, with labels: plain functions of tensors, and `score`, which has all of them.
 
 Class probabilities are (examples, classes, ...) with labels (examples, ...), or, where each number is the probability of one
-class of two, of the shape of their labels. Every number comes with its standard error from the finite number of examples: an
-example counts once, however many outputs it has.
+class of two, of the shape of their labels. Every number comes with its standard error from the finite number of examples.
+Where an example has several outputs (targets of a regression, pixels), these may go wrong together: errors are from the spread
+between examples, which are independent, and never from that between outputs.
 
 torchmetrics and scikit-learn have most of these numbers, without errors; here they are a few lines each, in float64, so that
 they need neither. The tests hold them equal.
@@ -50,14 +51,33 @@ _LEVELS = (0.5, 0.68, 0.9, 0.95)
 
 
 class Measured(NamedTuple):
-    """A number and its standard error, from the finite number of examples."""
+    """A number and its standard error, from the finite number of examples; NaN where that is not known.
+
+    It is said to two digits of its error.
+
+    Example:
+        >>> print(Measured(0.93124, 0.00411), "|", Measured(812.3, 34.6), "|", Measured(0.93124, math.nan))
+        0.9312 +- 0.0041 | 812 +- 35 | 0.9312 (error unknown)
+    """
 
     value: float
     error: float
 
     def __str__(self) -> str:
-        digits = 4 if abs(self.value) < 2 else 0 if self.error >= 2 else 1
-        return f"{self.value:.{digits}f} +- {self.error:.{digits}f}"
+        return self._said("")
+
+    @property
+    def with_sign(self) -> str:
+        """The same, of a difference: + or - comes first."""
+        return self._said("+")
+
+    def _said(self, sign: str) -> str:
+        if not (math.isfinite(self.value) and math.isfinite(self.error)):
+            return f"{self.value:{sign}.4g}" + " (error unknown)" * math.isfinite(self.value)
+        if self.error == 0:
+            return f"{self.value:{sign}.4g} +- 0"
+        digits = max(0, 1 - int(f"{self.error:.1e}".partition("e")[2]))
+        return f"{self.value:{sign}.{digits}f} +- {self.error:.{digits}f}"
 
 
 # --- classes --------------------------------------------------------------------------------------------------------------
@@ -68,7 +88,7 @@ def accuracy(probabilities: Tensor, targets: Tensor) -> Measured:
 
     Example:
         >>> print(accuracy(torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]]), torch.tensor([0, 1, 1])))
-        0.6667 +- 0.2795
+        0.67 +- 0.28
     """
     p, labels = _checked_classes(probabilities, targets)
     return _share(_hits(p, labels))
@@ -103,7 +123,8 @@ class Reliability(NamedTuple):
     frequency: Tensor
     """Share that came true."""
     error: Tensor
-    """Standard error of `frequency`: binomial, with half a success and half a failure added, so that it is never 0."""
+    """Standard error of `frequency`: binomial, with half a success and half a failure added, so that it is never 0; for as many
+    independent outputs as the spread between examples is worth."""
 
 
 def reliability(probabilities: Tensor, targets: Tensor, num_bins: int = 15) -> Reliability:
@@ -117,16 +138,15 @@ def reliability(probabilities: Tensor, targets: Tensor, num_bins: int = 15) -> R
         ([2, 2], [0.5, 1.0])
     """
     confidence, hits, bins = _binned(probabilities, targets, num_bins)
-    confidence, hits, bins = confidence.flatten(), hits.flatten(), bins.flatten()
-    counts = torch.bincount(bins, minlength=num_bins)
-    frequency = torch.bincount(bins, hits, num_bins) / counts
-    smooth = (frequency * counts + 0.5) / (counts + 1)
+    counts, right = (_by_bin(x, bins, num_bins) for x in (torch.ones_like(hits), hits))
+    total = counts.sum(0)
+    frequency = right.sum(0) / total
     return Reliability(
         torch.linspace(0, 1, num_bins + 1, dtype=torch.float64),
-        counts,
-        torch.bincount(bins, confidence, num_bins) / counts,
+        total.long(),
+        _by_bin(confidence, bins, num_bins).sum(0) / total,
         frequency,
-        (smooth * (1 - smooth) / counts).sqrt(),
+        _binomial_error(frequency, _independent(right, counts)),
     )
 
 
@@ -146,25 +166,48 @@ class ExpectedError(NamedTuple):
         return self.value <= self.limit
 
     def __str__(self) -> str:
-        return f"{self.value:.4f} +- {self.error:.4f} (by chance {self.by_chance:.4f}, 95% below {self.limit:.4f})"
+        return f"{Measured(self.value, self.error)} (by chance {self.by_chance:.4f}, 95% below {self.limit:.4f})"
 
 
 def ece(probabilities: Tensor, targets: Tensor, num_bins: int = 15) -> ExpectedError:
     """Expected calibration error: the mean of |confidence - frequency| over bins of equal width, by number of examples.
 
     With signs s_b of the bins fixed it is a mean over examples, of s_b (confidence - hit): its standard error is that of this
-    mean. What chance would make of it is found from 200 replicas, in which classes come true with the probabilities given.
+    mean. What chance would make of it is found from 200 replicas, in which classes come true with the probabilities given;
+    where an example has several outputs, as much together as they do in the data.
     """
     confidence, hits, bins = _binned(probabilities, targets, num_bins)
-    gaps = torch.bincount(bins.flatten(), (confidence - hits).flatten(), num_bins)
-    signed = torch.where(gaps < 0, -1.0, 1.0)[bins] * (confidence - hits)
+    gaps = _by_bin(confidence - hits, bins, num_bins)
+    signed = torch.where(gaps.sum(0) < 0, -1.0, 1.0)[bins] * (confidence - hits)
     value, error = _mean(signed)
-    chance = _by_chance(confidence.flatten(), bins.flatten(), num_bins)
+    if hits.numel() == len(hits):
+        chance = _by_chance(confidence.flatten(), bins.flatten(), num_bins)
+    else:
+        chance = _by_chance_together(confidence, hits, bins, gaps)
     return ExpectedError(value, error, float(chance.mean()), float(chance.quantile(0.95)))
 
 
+def _by_chance_together(confidence: Tensor, hits: Tensor, bins: Tensor, gaps: Tensor) -> Tensor:
+    """The same where outputs of one example may come true together; how much so, only the data say.
+
+    Whole examples are counted with random signs. The sum in a bin then has the mean 0 and the variance sum_i gap_i^2, and all
+    that outputs of an example share is kept. The scale makes it what it is for true probabilities, sum p (1 - p) where outputs
+    are independent: among sure answers few are wrong or none, and their own squares would say too little.
+    """
+    num_bins = gaps.shape[1]
+    said = _by_bin(confidence * (1 - confidence), bins, num_bins).sum(0)
+    seen = _by_bin((confidence - hits).square(), bins, num_bins).sum(0)
+    scaled = gaps * torch.where(seen > 0, said / seen, 0.0).sqrt()
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for number in _portions(len(gaps)):
+        signs = 2 * torch.randint(2, (number, len(gaps)), generator=generator).double() - 1
+        found.append((signs @ scaled).abs().sum(1) / hits.numel())
+    return torch.cat(found)
+
+
 def _by_chance(confidence: Tensor, bins: Tensor, num_bins: int) -> Tensor:
-    """Calibration errors of replicas whose probabilities are true."""
+    """Calibration errors of replicas whose probabilities are true; of independent outputs, (outputs,)."""
     generator = torch.Generator().manual_seed(0)
     n, found = len(confidence), []
     for number in _portions(n):
@@ -184,6 +227,12 @@ def _binned(probabilities: Tensor, targets: Tensor, num_bins: int) -> tuple[Tens
     hits = labels.double() if is_binary else _hits(p, labels)
     inner = torch.linspace(0, 1, num_bins + 1, dtype=torch.float64)[1:-1]
     return confidence, hits, torch.bucketize(confidence, inner, right=True)
+
+
+def _by_bin(values: Tensor, bins: Tensor, num_bins: int) -> Tensor:
+    """Sums of values (examples, ...) over the outputs of each example in each bin, (examples, bins)."""
+    place = bins.reshape(len(bins), -1) + num_bins * torch.arange(len(bins))[:, None]
+    return torch.bincount(place.flatten(), values.flatten(), num_bins * len(bins)).reshape(-1, num_bins)
 
 
 # --- which to answer ------------------------------------------------------------------------------------------------------
@@ -297,7 +346,7 @@ def fpr_at_tpr(scores: Tensor, labels: Tensor, tpr: float = 0.95) -> Measured:
     wobble = math.sqrt(tpr * (1 - tpr) / float(true[-1]))
     from_cut = (passed(min(1.0, tpr + wobble)) - passed(tpr - wobble)) / 2
     value = passed(tpr)
-    return Measured(value, math.hypot(_binomial_error(value, float(false[-1])), from_cut))
+    return Measured(value, math.hypot(float(_binomial_error(false.new_tensor(value), false[-1])), from_cut))
 
 
 class Detection(NamedTuple):
@@ -361,7 +410,7 @@ class ClassScores:
     def verdict(self) -> str:
         """In words."""
         if self.ece.is_by_chance:
-            return f"calibrated, as far as {self.num_examples:,} examples can tell"
+            return f"calibrated, as far as {_examples(self.num_examples)} can tell"
         gap, error = self.overconfidence
         if abs(gap) < 2 * error:
             return "not calibrated: some probabilities are too high, others too low; see the reliability curve"
@@ -375,11 +424,11 @@ class ClassScores:
             "negative log likelihood": f"{self.nll} nats",
             "Brier score": str(self.brier),
             "calibration error": str(self.ece),
-            "confidence - frequency": f"{self.overconfidence.value:+.4f} +- {self.overconfidence.error:.4f}",
+            "confidence - frequency": self.overconfidence.with_sign,
         }
         for name, curve in self.selective.items():
             rows[f"wrong, by {name}"] = f"{curve.at(0.5):.4f} of the more certain half, {curve.at(1.0):.4f} of all"
-        return _table(f"{self.num_examples:,} examples: {self.verdict}", rows)
+        return _table(f"{_examples(self.num_examples)}: {self.verdict}", rows)
 
 
 class Coverage(NamedTuple):
@@ -389,7 +438,7 @@ class Coverage(NamedTuple):
     share: float
     """Of the targets that lie inside."""
     error: float
-    """Binomial; outputs of one example are not counted as several."""
+    """Binomial, for as many independent targets as the spread between examples is worth."""
 
 
 @dataclass(frozen=True)
@@ -413,17 +462,17 @@ class ValueScores:
             return "intervals of the mean values alone, without the noise of the targets: they hold fewer targets than they say"
         off = [c for c in self.coverage if abs(c.share - c.level) > 2.5 * c.error]
         if not off:
-            return f"intervals hold what they say, as far as {self.num_examples:,} examples can tell"
+            return f"intervals hold what they say, as far as {_examples(self.num_examples)} can tell"
         worst = max(off, key=lambda c: abs(c.share - c.level) / c.error)
         word = "narrow" if worst.share < worst.level else "wide"
         return f"intervals are too {word}: those of {worst.level:.0%} hold {worst.share:.1%} of the targets"
 
     def __str__(self) -> str:
-        rows = {"root mean square error": f"{self.rmse.value:.4g} +- {self.rmse.error:.2g}"}
+        rows = {"root mean square error": str(self.rmse)}
         if self.nll is not None:
             rows["negative log likelihood"] = f"{self.nll} nats"
-        rows |= {f"inside of {c.level:.0%}": f"{c.share:.4f} +- {c.error:.4f}" for c in self.coverage}
-        return _table(f"{self.num_examples:,} examples: {self.verdict}", rows | {"intervals": self.intervals})
+        rows |= {f"inside of {c.level:.0%}": str(Measured(c.share, c.error)) for c in self.coverage}
+        return _table(f"{_examples(self.num_examples)}: {self.verdict}", rows | {"intervals": self.intervals})
 
 
 def score(
@@ -549,7 +598,7 @@ class OutOfDistribution:
 
     def __str__(self) -> str:
         rows = {f"by {name}": str(found) for name, found in self.by.items()}
-        return _table(f"{self.num_outside:,} examples from outside among {self.num_inside:,} inside", rows)
+        return _table(f"{_examples(self.num_outside)} from outside among {self.num_inside:,} inside", rows)
 
 
 def compare_ood(inside: Prediction, outside: Prediction) -> OutOfDistribution:
@@ -652,18 +701,38 @@ def _mean(values: Tensor) -> Measured:
 
 
 def _share(values: Tensor) -> Measured:
-    """Of ones among zeros and ones. Half of either is added for the error, which is then never 0."""
-    share = float(values.mean())
-    return Measured(share, _binomial_error(share, len(values)))
+    """Of ones among zeros and ones, (examples, ...)."""
+    hits = values.reshape(len(values), -1).sum(1)
+    share = values.mean()
+    return Measured(float(share), float(_binomial_error(share, _independent(hits, torch.full_like(hits, values[0].numel())))))
 
 
-def _binomial_error(share: float, n: float) -> float:
+def _independent(hits: Tensor, counts: Tensor) -> Tensor:
+    """How many independent outputs would say as much: of hits among so many outputs of each example, (examples, ...).
+
+    As many as there are if the outputs of an example know nothing of each other; as many as there are examples if all outputs
+    of one are right or wrong together, which is assumed where nothing tells: all are right, or all wrong, or of one example.
+    """
+    total = counts.sum(0)
+    share = hits.sum(0) / total
+    between = (hits - share * counts).square().sum(0)
+    is_known = (share > 0) & (share < 1) & ((counts > 0).sum(0) > 1)
+    found = torch.minimum(share * (1 - share) * total.square() / between, total)
+    return torch.where(is_known, found, total.square() / counts.square().sum(0))
+
+
+def _binomial_error(share: Tensor, n: Tensor) -> Tensor:
+    """Half a success and half a failure are added, so that it is never 0."""
     smooth = (share * n + 0.5) / (n + 1)
-    return math.sqrt(smooth * (1 - smooth) / n)
+    return (smooth * (1 - smooth) / n).sqrt()
 
 
 def _variance_of_mean(x: Tensor) -> float:
     return float(x.var() / len(x)) if len(x) > 1 else math.nan
+
+
+def _examples(number: int) -> str:
+    return f"{number:,} example{'s' * (number != 1)}"
 
 
 def _table(title: str, rows: dict[str, Any]) -> str:

@@ -30,6 +30,7 @@ app = typer.Typer(
     "error, 2 the command line was not understood, 130 stopped by Ctrl-C. --debug, anywhere, shows the traceback of an error.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 
@@ -104,9 +105,10 @@ def sample(
     The configuration names a network, data, a loss and a sampler. Ctrl-C stops the run; `adammcmc resume RUN` goes on with it,
     bit for bit.
     """
-    from adammcmc.recipe import Announcement, Source, prepare
+    with _stopping(None):
+        from adammcmc.recipe import Announcement, Source, prepare
 
-    recipe = prepare(Source.of_file(config, changes or []))
+        recipe = prepare(Source.of_file(config, changes or []))
     path = output or recipe.path
     if (path / "run.json").exists():
         raise ValueError(
@@ -134,13 +136,15 @@ def resume(
     config: Again = None,
 ) -> None:
     """Go on with a run that was stopped, or make more draws."""
-    from adammcmc.recipe import Announcement, prepare
-    from adammcmc.store import FolderStore, read_manifest
-
-    asked = read_manifest(run)["configuration"]["num_draws"]
-    recipe = prepare(_source(run, config))
-    had = len(FolderStore(run).index)
     with _stopping(run):
+        from adammcmc.recipe import Announcement, prepare
+        from adammcmc.store import FolderStore, check_manifest, read_manifest
+
+        manifest = read_manifest(run)
+        check_manifest(manifest, run)
+        asked = manifest["configuration"]["num_draws"]
+        recipe = prepare(_source(run, config))
+        had = len(FolderStore(run).index)
         posterior = recipe.sample(
             run, resume=True, num_draws=asked if draws is None else draws, callbacks=[Announcement(_announce)]
         )
@@ -300,24 +304,25 @@ def _examples(recipe: Recipe, data: str | None) -> Any:
 
     if data is None:
         return recipe.test
-    return load_data(data, Path.cwd(), recipe.model, keys=recipe.config.data.keys, needs_targets=False)
+    keys, likelihood = recipe.config.data.keys, recipe.likelihood
+    return load_data(data, Path.cwd(), recipe.model, keys=keys, needs_targets=False, likelihood=likelihood)
 
 
 def _check_output(output: Path, *endings: str) -> None:
     """Before the work, not after it."""
-    if output.suffix not in endings:
+    if output.suffix.lower() not in endings:
         raise typer.BadParameter(f"--output must end in {' or '.join(endings)}, got '{output}'.")
     if not output.parent.is_dir():
         raise typer.BadParameter(f"the folder '{output.parent}' for --output does not exist.")
 
 
 @contextmanager
-def _stopping(path: Path) -> Iterator[None]:
-    """After Ctrl-C: what is kept, and how to go on."""
+def _stopping(path: Path | None) -> Iterator[None]:
+    """After Ctrl-C: what is kept in this folder, and how to go on. None: there is none yet."""
     try:
         yield
     except KeyboardInterrupt:
-        if (path / "run.json").exists():
+        if path is not None and (path / "run.json").exists():
             number = "what it had"
             with suppress(Exception):  # a count is not worth an error
                 from adammcmc.store import FolderStore

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adammcmc.control import Control
+from adammcmc.control import Control, check_order
 from adammcmc.data import Examples
 from adammcmc.errors import StochasticClosure
 from adammcmc.leaves import Leaves, inner
@@ -16,7 +16,9 @@ from adammcmc.packing import Packing
 from adammcmc.stateful import Layers
 from adammcmc.target import Evaluation, Target, potential_difference
 
-__all__ = ["Closure", "ClosurePotential", "Reference"]
+__all__ = ["Closure", "ClosurePotential", "Reference", "expand"]
+
+_CHUNK = 1024  # examples whose gradient is taken at once
 
 Closure = Callable[[], Tensor | float]
 """Returns the mean loss of a batch, shape (), or the losses of its examples, shape (batch,), at the model's weights.
@@ -26,11 +28,39 @@ It may call `backward` itself (after `zero_grad`), of the mean, as closures for 
 
 
 class Reference(NamedTuple):
-    """A point, and the sum of the losses' gradients there, in the parameters' shapes."""
+    """A point, and the sums of the losses' derivatives there, in float64."""
 
     params: list[Tensor]
     grad: list[Tensor]
-    """float64"""
+    """In the parameters' shapes."""
+    hessian: Tensor | None = None
+    """(P, P), the parameters one after the other; None for a control variate of first order."""
+
+
+def expand(losses: Callable[[slice], Tensor], params: Sequence[Tensor], num_examples: int, order: int) -> Reference:
+    """Where the weights are, as a reference: one pass over the data, for order 2 with a backward for each parameter."""
+    sizes = [p.numel() for p in params]
+    check_order(order, sum(sizes))
+    total = torch.zeros(sum(sizes), dtype=torch.float64, device=params[0].device)
+    hessian = total.new_zeros(sum(sizes), sum(sizes)) if order == 2 else None
+    for i in range(0, num_examples, _CHUNK):
+        with torch.enable_grad():
+            total_loss = losses(slice(i, min(i + _CHUNK, num_examples))).sum()
+            slope = _slope(total_loss, params, create_graph=order == 2)
+            total += slope.detach().double()
+            if hessian is not None and slope.requires_grad:  # a loss that is linear in its weights has none
+                for row, along in zip(hessian, slope, strict=True):
+                    row += _slope(along, params).double()
+    grads = [g.view(p.shape) for g, p in zip(torch.split(total, sizes), params, strict=True)]
+    return Reference([p.detach().clone() for p in params], grads, hessian)
+
+
+def _slope(value: Tensor, params: Sequence[Tensor], *, create_graph: bool = False) -> Tensor:
+    """The gradient by all parameters, one after the other, (P,)."""
+    grads = torch.autograd.grad(
+        value, list(params), retain_graph=True, create_graph=create_graph, allow_unused=True, materialize_grads=True
+    )
+    return torch.cat([g.reshape(-1) for g in grads])
 
 
 class ClosurePotential:
@@ -75,7 +105,7 @@ class ClosurePotential:
         self._examples = examples
         self._layers = layers
         self._name = name
-        self.control: Control | None = None if reference is None else _FirstOrder(self, reference)
+        self.control: Control | None = None if reference is None else _Expansion(self, reference)
         self._calls_backward: bool | None = None  # unknown before the first call
         self.known: tuple[Leaves, Leaves] | None = None
         """The first point of this step with a gradient, and the gradient of V there."""
@@ -196,22 +226,34 @@ class ClosurePotential:
                 self._layers.example_losses(evaluate, rows)
         return Evaluation(total.detach()[None], self.log_prior(params), self._join(grads, params))
 
-    def slopes(self, params: Leaves, direction: Sequence[Tensor], indices: slice | Tensor) -> Tensor:
-        """g_i . direction at `params` for chosen examples, (1, examples), by differentiating twice (of which once forward).
+    def slopes(self, params: Leaves, directions: Sequence[Sequence[Tensor]], indices: slice | Tensor) -> list[Tensor]:
+        """g_i . d at `params` for chosen examples, then d' H_i e for a second direction, and so on, (1, examples) each.
 
-        The gradient of sum_i v_i l_i by the weights is linear in v; its product with the direction, differentiated by v, has
-        the elements g_i . direction.
+        By differentiating twice, of which once forward: the gradient of sum_i v_i l_i by the weights is linear in v; its
+        product with the direction, differentiated by v, has the elements g_i . d.
         """
         assert self._examples is not None
         self.place(params)
         own = indices[0] if isinstance(indices, Tensor) and indices.dim() > 1 else indices
+        found: list[Tensor] = []
         with torch.enable_grad():
-            losses = self._layers.example_losses(self._examples.losses, own)
-            v = torch.zeros_like(losses, requires_grad=True)
-            grads = torch.autograd.grad(losses, self._live, v, create_graph=True, allow_unused=True, materialize_grads=True)
-            used = [(g, d) for g, d in zip(grads, direction, strict=True) if g.requires_grad]
-            along = torch.autograd.grad([g for g, _ in used], v, [d for _, d in used])[0]
-        return along.detach()[None]
+            values = self._layers.example_losses(self._examples.losses, own)
+            for direction in directions:
+                more = len(found) + 1 < len(directions)
+                values = self._along(values, direction, create_graph=more)
+                found.append(values.detach()[None])
+        return found
+
+    def _along(self, values: Tensor, direction: Sequence[Tensor], *, create_graph: bool) -> Tensor:
+        """The derivative of each value by the weights, along a direction."""
+        if not values.requires_grad:
+            return torch.zeros_like(values)
+        v = torch.zeros_like(values, requires_grad=True)
+        grads = torch.autograd.grad(values, self._live, v, create_graph=True, allow_unused=True, materialize_grads=True)
+        used = [(g, d) for g, d in zip(grads, direction, strict=True) if g.requires_grad]
+        if not used:
+            return torch.zeros_like(values)
+        return torch.autograd.grad([g for g, _ in used], v, [d for _, d in used], create_graph=create_graph)[0]
 
     def place(self, params: Leaves) -> None:
         """Write these values into the live parameters, unless they are there already."""
@@ -306,26 +348,40 @@ class ClosurePotential:
                 raise ValueError(f"{self._name(i)} has a sparse gradient, which has no density. Use sparse=False in the layer.")
 
 
-class _FirstOrder:
-    """A control variate of first order: sum_i g_i at the reference is known, g_i . d of single examples is differentiated."""
-
-    order = 1
+class _Expansion:
+    """The control variate of a closure: the sums at the reference are known, g_i . d of single examples is differentiated."""
 
     def __init__(self, potential: ClosurePotential, reference: Reference) -> None:
         packing = potential._packing
-        self._potential = potential
-        self._at, self._grad = packing.join(reference.params), packing.join(reference.grad)
+        self._potential, self._hessian = potential, reference.hessian
+        self.order = 1 if reference.hessian is None else 2
+        self.reference, self._grad = packing.join(reference.params), packing.join(reference.grad)
 
     def _step(self, params: Leaves, proposed: Leaves) -> Leaves:
         return tuple(y - x for x, y in zip(params, proposed, strict=True))
 
+    def _middle(self, params: Leaves, proposed: Leaves) -> Leaves:
+        return tuple((x - r) + (y - r) for x, y, r in zip(params, proposed, self.reference, strict=True))
+
     def total(self, params: Leaves, proposed: Leaves) -> Tensor:
-        step = self._step(params, proposed)
-        return torch.stack([inner(d, g) for d, g in zip(step, self._grad, strict=True)]).sum(0)
+        step = self._step(params, proposed)  # rounded as in `differences`: what is added here is what is taken off there
+        known = torch.stack([inner(d, g) for d, g in zip(step, self._grad, strict=True)]).sum(0)
+        if self._hessian is None:
+            return known
+        d, e = (self._flat(x) for x in (step, self._middle(params, proposed)))
+        return known + 0.5 * torch.dot(d @ self._hessian, e)
+
+    def _flat(self, leaves: Leaves) -> Tensor:
+        """(P,), the parameters one after the other, float64."""
+        return torch.cat([x.reshape(-1).double() for x in self._potential._packing.views(leaves)])
 
     def differences(self, params: Leaves, proposed: Leaves, indices: slice | Tensor) -> Tensor:
-        direction = self._potential._packing.views(self._step(params, proposed))
-        return self._potential.slopes(self._at, direction, indices).double()
+        views = self._potential._packing.views
+        directions = [views(self._step(params, proposed))]
+        if self._hessian is not None:
+            directions.append(views(self._middle(params, proposed)))
+        first, *second = (x.double() for x in self._potential.slopes(self.reference, directions, indices))
+        return first + 0.5 * second[0] if second else first
 
 
 def _checked(loss: Tensor | float) -> Tensor:

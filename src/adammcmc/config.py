@@ -53,8 +53,8 @@ class DataSection:
 
     train: str | list[str] | None = key(
         "File .npz with inputs and targets, .npy files one for each, or `module:attribute` of tensors, a Dataset or a "
-        "DataLoader, or of what makes them. Floating-point numbers in files are brought to the precision of the weights; whole "
-        "numbers stay whole."
+        "DataLoader, or of what makes them. Numbers in files are brought to the precision of the weights; labels of "
+        "classes, and inputs of a network with an embedding, stay whole."
     )
     test: str | list[str] | None = key("Held-out data, likewise; `diagnose` and `report` look at the draws there.")
     arguments: dict[str, Any] = key("What `train` is called with, if it is a class or a function.", {})

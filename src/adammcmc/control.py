@@ -19,13 +19,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.func import grad, hessian, jvp, vmap
+from torch.func import grad, jvp, vmap
 
 from adammcmc.leaves import Leaves
 
-__all__ = ["Control", "ControlVariate", "Taylor"]
+__all__ = ["Control", "ControlVariate", "Taylor", "check_order"]
 
 _CHUNK = 1024
+_COLUMNS = 64  # of the Hessian at once: so many times the memory of a forward
 _MOST_PARAMS = 2000  # whose Hessian, P x P in float64, is kept
 
 
@@ -35,6 +36,11 @@ class Control(Protocol):
     @property
     def order(self) -> int:
         """Of the polynomial."""
+        ...
+
+    @property
+    def reference(self) -> Leaves:
+        """Where it is expanded, with a chain axis of length 1."""
         ...
 
     def total(self, params: Leaves, proposed: Leaves) -> Tensor:
@@ -59,8 +65,18 @@ class ControlVariate:
     order: int = 2
 
     def __post_init__(self) -> None:
-        if self.order not in (1, 2):
-            raise ValueError(f"`order` must be 1 or 2, got {self.order!r}.")
+        check_order(self.order)
+
+
+def check_order(order: int, num_params: int = 0) -> None:
+    """The sum of the Hessians is kept: d' H e of a network by products would be a pass over all data at each step."""
+    if type(order) is not int or order not in (1, 2):
+        raise ValueError(f"`order` must be 1 or 2, got {order!r}.")
+    if order == 2 and num_params > _MOST_PARAMS:
+        raise ValueError(
+            f"a control variate of order 2 keeps the Hessian of all {num_params} parameters, and {_MOST_PARAMS} are the most. "
+            "Take order=1."
+        )
 
 
 class Taylor:
@@ -80,11 +96,7 @@ class Taylor:
         self._losses, self._tensors, self.order = losses, tensors, order
         self._reference = tuple(x.detach().clone() for x in reference)
         size = sum(x.numel() for x in reference)
-        if order == 2 and size > _MOST_PARAMS:
-            raise ValueError(
-                f"a control variate of order 2 keeps the Hessian of all {size} parameters, and {_MOST_PARAMS} are the most. "
-                "Take order=1."
-            )
+        check_order(order, size)
         shapes = [x.shape for x in reference]
         flat = torch.cat([x.reshape(-1).double() for x in self._reference])
 
@@ -93,13 +105,20 @@ class Taylor:
             return losses(tuple(p.view(shape) for p, shape in zip(parts, shapes, strict=True)), rows).sum()
 
         self._grad, self._hessian = torch.zeros_like(flat), flat.new_zeros(size if order == 2 else 0, size)
+        axes = torch.split(torch.eye(size if order == 2 else 0, size, dtype=flat.dtype, device=flat.device), _COLUMNS)
         for i in range(0, len(tensors[0]), _CHUNK):
             rows = [_widest(t[i : i + _CHUNK]) for t in tensors]
-            self._grad += grad(total)(flat, rows)
+            slope = functools.partial(grad(total), rows=rows)
+            self._grad += slope(flat)
             if order == 2:
-                self._hessian += hessian(total)(flat, rows)
+                self._hessian += torch.cat([vmap(lambda axis, f=slope: jvp(f, (flat,), (axis,))[1])(some) for some in axes])
+
+    @property
+    def reference(self) -> Leaves:
+        return tuple(x[None] for x in self._reference)
 
     def total(self, params: Leaves, proposed: Leaves) -> Tensor:
+        # (moves in the dtype that `differences` has them in: what is added here is what is taken off there)
         step, middle = (_flat(x) for x in self._moves(params, proposed))
         known = step @ self._grad
         return known if self.order == 1 else known + 0.5 * ((step @ self._hessian) * middle).sum(1)

@@ -11,12 +11,16 @@ from torch import Tensor
 from torch.func import vmap
 
 from adammcmc.control import Control, ControlVariate, Taylor
+from adammcmc.errors import PerExampleLossRequired
 from adammcmc.keyed import keys, order
 from adammcmc.leaves import Leaves, flatten, unflatten
 from adammcmc.randomness import Randomness
 from adammcmc.target import Evaluation, Prior, potential_difference
 
 __all__ = ["DataDensity"]
+
+_CHECKS = 4  # points at which is looked whether examples know of each other: at the first all losses may be alike
+_FEW = 16  # examples that are looked at then
 
 
 class DataDensity:
@@ -27,7 +31,7 @@ class DataDensity:
 
     Args:
         loss: loss(params, *rows) of ONE chain, its parameters without a chain axis, and some rows of the tensors: one number
-            for each row, shape (rows,). It is called under `torch.func.vmap`.
+            for each row, shape (rows,), which must not depend on the other rows. It is called under `torch.func.vmap`.
         *tensors: the data, one row for each example.
         prior: on the parameters; None is flat.
         inverse_temperature: lambda; 1 is Bayes.
@@ -62,11 +66,11 @@ class DataDensity:
             raise ValueError(f"the data must be tensors of one length, at least 1, got lengths {[len(t) for t in tensors]}.")
         if not 0 < inverse_temperature < float("inf"):
             raise ValueError(f"`inverse_temperature` must be positive and finite, got {inverse_temperature}.")
-        if batch_size is not None and not 1 <= batch_size <= len(tensors[0]):
+        self.num_examples = n = len(tensors[0])
+        if batch_size is not None and (type(batch_size) is not int or not 1 <= batch_size <= n):
             raise ValueError(
-                f"`batch_size` must lie between 1 and the number of examples, {len(tensors[0])}, got {batch_size}."
+                f"`batch_size` must be a whole number between 1 and the number of examples, {n}, got {batch_size!r}."
             )
-        self.num_examples = len(tensors[0])
         self.inverse_temperature = inverse_temperature
         self.scale = inverse_temperature * self.num_examples
         self.fixed = batch_size is None
@@ -75,11 +79,13 @@ class DataDensity:
         self._loss, self._tensors, self._prior = loss, tensors, prior
         self._structure = flatten(torch.empty(0) if like is None else like)[1]
         self._rows: slice | Tensor = slice(None)
+        self._checks = iter(range(_CHECKS))  # shared by the potentials of all steps
         self.control: Control | None = None
         if control_variate is not None:
             reference, structure = flatten(control_variate.reference)
             if structure != self._structure:
                 raise ValueError("the reference of the control variate must have the structure of the parameters (`like`).")
+            self._check_company(tuple(x[None] for x in reference))
             self.control = Taylor(self._one, tensors, reference, control_variate.order)
         self.known: tuple[Leaves, Leaves] | None = None
         """The first point of this step with a gradient, and the gradient of V there."""
@@ -139,7 +145,32 @@ class DataDensity:
     def _one(self, leaves: Leaves, rows: list[Tensor]) -> Tensor:
         return self._loss(unflatten(leaves, self._structure), *rows)
 
+    def _check_company(self, params: Leaves) -> None:
+        """Losses of some examples of the first chain, together against in two parts."""
+        few = torch.linspace(0, self.num_examples - 1, min(_FEW, self.num_examples)).long()
+        rows = [t[few.to(t.device)] for t in self._tensors]
+        first = tuple(x[:1].detach() for x in params)
+
+        def losses(part: slice) -> Tensor:
+            return vmap(self._one, in_dims=(0, None))(first, [t[part] for t in rows])
+
+        middle = len(few) // 2
+        with torch.no_grad():
+            together = losses(slice(None))
+            if middle == 0 or together.shape != (1, len(few)):  # nothing to compare, or the mistake of another check
+                return
+            parts = torch.cat([losses(slice(0, middle)), losses(slice(middle, None))], 1)
+        if not torch.allclose(together, parts, rtol=1e-3, atol=1e-5, equal_nan=True):
+            raise PerExampleLossRequired(
+                "the loss of an example depends on the examples that it is evaluated with (a mean over them, statistics of the "
+                f"batch?): {len(few)} losses differ from those of the halves by up to "
+                f"{float((together - parts).abs().max()):.3g}. A density of all data together goes into `sample_density` as a "
+                "function of its own."
+            )
+
     def _losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
+        if next(self._checks, None) is not None:
+            self._check_company(params)
         rows = [t[indices] for t in self._tensors]
         own = 0 if isinstance(indices, Tensor) and indices.dim() > 1 else None
         shape = (params[0].shape[0], *(rows[0].shape[:2] if own == 0 else rows[0].shape[:1])[-1:])

@@ -223,6 +223,7 @@ class Loss:
         """The losses of one batch; what goes wrong is said with the batch that it went wrong on. Leaves no trace."""
         buffers = [(b, b.detach().clone()) for b in model.buffers() if b.is_contiguous()]
         devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
+        self._check_targets(batch)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's own about shapes: what is wrong is said below
@@ -236,7 +237,9 @@ class Loss:
             said = str(error)
             if "target" in said and ("Long" in said or "Byte" in said):
                 hint = " Class labels must be int64, for example targets.long(). (Or are inputs and targets swapped?)"
-            elif "dtype" in said or "scalar type" in said:
+            elif "Target size" in said:
+                hint = " For one output, targets[:, None] has the shape (batch, 1)."
+            elif "dtype" in said or "scalar type" in said or "Input type" in said:
                 hint = " Convert the data to the dtype of the weights, for example x.float()."
             elif self.takes_model(batch) and self._first not in ("model", "module", "net", "network"):
                 hint = " For a loss of outputs and targets, the data must be (inputs, targets)."
@@ -255,6 +258,17 @@ class Loss:
                 "taken as the mean loss. Return the mean, or the losses of the examples."
             )
         return losses
+
+    def _check_targets(self, batch: Batch) -> None:
+        """Those of yes and no must be floating; torch says so only when it differentiates, and in other words."""
+        if self.takes_model(batch) or not likelihood_of(self._function).name.startswith("bernoulli"):
+            return
+        targets = batch[-1]
+        if isinstance(targets, Tensor) and not targets.is_floating_point():
+            raise ValueError(
+                f"`{self.name}` needs floating-point targets, for example targets.float(), got {targets.dtype}. "
+                f"The batch: {describe_batch(batch)}."
+            )
 
     def _grows(self, model: nn.Module, batch: Batch, loss: Tensor) -> bool:
         """Whether the loss of a batch is more like the sum than like the mean of the losses of its halves."""

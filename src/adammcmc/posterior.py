@@ -18,7 +18,7 @@ from adammcmc.health import Health, read_health, split_sums
 from adammcmc.likelihood import Likelihood, as_likelihood
 from adammcmc.moments import Moments
 from adammcmc.predictive import Forward, Prediction, predict
-from adammcmc.store import FolderStore, Record, Store
+from adammcmc.store import FolderStore, Record, Store, check_manifest
 from adammcmc.summary import Series, Summary, layers_of, probe_layers, summarize
 
 __all__ = ["Posterior"]
@@ -63,6 +63,7 @@ class Posterior:
             model: of the architecture that was sampled; its weights do not matter.
         """
         store = FolderStore(path)
+        check_manifest(store.manifest, path)
         check_model(store.manifest["model"]["tensors"], bare(model), f"the run in '{path}'")
         return cls(store, model)
 
@@ -381,7 +382,12 @@ class Posterior:
         stats = {name: _column(records, column, len(chains)).numpy() for name, column in names.items()}
         stats["lp"] = -stats["potential"]
         attributes = {"target": self.target, "inference_library": "adammcmc"}
-        return arviz.from_dict(posterior=variables, sample_stats=stats, coords=coords, dims=dims, posterior_attrs=attributes)
+        with warnings.catch_warnings():
+            # said again for every variable; here the first axis is that of the chains, however few draws there are
+            warnings.filterwarnings("ignore", "More chains", UserWarning)
+            return arviz.from_dict(
+                posterior=variables, sample_stats=stats, coords=coords, dims=dims, posterior_attrs=attributes
+            )
 
     def report(self, path: str | Path = "report.html", data: Any = None, **options: Any) -> Path:
         """Write the report: one HTML page that needs no network, the verdict first; see `adammcmc.report.write_report`.

@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 from adammcmc.callbacks import Callback, Event
 from adammcmc.config import Choice, Config, named_things, read_config, read_text
 from adammcmc.data import as_data, to_device
-from adammcmc.errors import StoreMismatch
+from adammcmc.errors import StoreCorrupt, StoreMismatch
 from adammcmc.factory import SCANNED
-from adammcmc.likelihood import GaussianNLL, Loss
+from adammcmc.likelihood import GaussianNLL, Likelihood, Loss, as_likelihood, likelihood_of
 from adammcmc.options import nearest
 from adammcmc.posterior import Posterior
 from adammcmc.progress import track
@@ -66,6 +67,17 @@ class Source(NamedTuple):
     def of_run(cls, path: Path) -> Source:
         """What a run folder remembers."""
         remembered = read_manifest(path).get("config")
+        words = ("text", "file", "folder", "from_run")
+        if remembered is not None and not (
+            isinstance(remembered, dict)
+            and all(isinstance(remembered.get(word), str) for word in words)
+            and isinstance(remembered.get("changes"), list)
+            and all(isinstance(change, str) for change in remembered["changes"])
+        ):
+            raise StoreCorrupt(
+                f"'{path / 'run.json'}' is damaged: its `config` is not what `adammcmc sample` writes. Give --config, the TOML "
+                "file that made the run."
+            )
         if remembered is None:
             raise StoreMismatch(
                 f"the run in '{path}' was not made by `adammcmc sample`: it does not say how to make its network. Give "
@@ -129,8 +141,16 @@ class Recipe:
         return None if self.task is None else self.task.test
 
     def _load(self, place: str, what: str | list[str], arguments: dict[str, Any]) -> Any:
-        keys = self.config.data.keys
-        return load_data(what, self.source.folder, self.model, place=place, keys=keys, arguments=arguments)
+        keys, likelihood = self.config.data.keys, self.likelihood
+        return load_data(
+            what, self.source.folder, self.model, place=place, keys=keys, arguments=arguments, likelihood=likelihood
+        )
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What the outputs mean, and so what the targets are: class labels, or numbers."""
+        given = self.config.loss.likelihood
+        return likelihood_of(self.loss) if given is None else as_likelihood(given)
 
     def sample(self, path: Path | None, **changes: Any) -> Posterior:
         """Draw, as the configuration says; `changes` are arguments of `adammcmc.sample`."""
@@ -336,11 +356,14 @@ def load_data(
     keys: list[str] | None = None,
     arguments: dict[str, Any] | None = None,
     needs_targets: bool = True,
+    likelihood: Likelihood | None = None,
 ) -> Any:
     """Data by name: .npz, .npy (one, or a list of them), or `module:attribute`.
 
-    Numbers from files are brought to the dtype of the weights, integers in the last of several arrays (labels) to int64. A .npy
-    file that has the right one already is mapped, not read.
+    Numbers from files are brought to the dtype of the weights, also whole ones, with a warning that they are not scaled (the
+    bytes of an image). Whole numbers stay whole, as int64, in the last of several arrays if they may be labels of classes (not
+    with a likelihood of yes and no, or of values with noise), and as inputs of a network that has an embedding. A .npy file
+    that has the right dtype already is mapped, not read.
     """
     files = [what] if isinstance(what, str) else what
     if not files:
@@ -358,7 +381,15 @@ def load_data(
     for name in files:
         arrays += _arrays(folder / name, place, keys, needs_targets)
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
-    parts = [_converted(a, dtype, is_last=i > 0 and i == len(arrays) - 1) for i, a in enumerate(arrays)]
+    has_labels = likelihood is None or likelihood.name in ("categorical", "log_categorical", "values")
+    has_indices = any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in model.modules())
+    parts = []
+    for i, array in enumerate(arrays):
+        is_target = i > 0 and i == len(arrays) - 1
+        if not is_target and not has_indices and array.dtype.kind in "iub" and array.size:
+            extent = f"{int(array.min())} to {int(array.max())}"
+            warnings.warn(f"{place}: inputs of {array.dtype} ({extent}) become floats as they are, not scaled.", stacklevel=2)
+        parts.append(_converted(array, dtype, stays_whole=has_labels if is_target else has_indices))
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 
@@ -405,12 +436,10 @@ def _chosen(names: list[str], keys: list[str] | None, needs_targets: bool) -> li
     raise ValueError(f"it has arrays {', '.join(names)}: say which, targets last, with [data] keys = [...].")
 
 
-def _converted(array: np.ndarray[Any, Any], dtype: torch.dtype, *, is_last: bool) -> Any:
+def _converted(array: np.ndarray[Any, Any], dtype: torch.dtype, *, stays_whole: bool) -> Any:
     wanted = torch.empty(0, dtype=dtype).numpy().dtype if dtype != torch.bfloat16 else np.dtype(np.float32)
-    if is_last and array.dtype.kind in "iub":
+    if stays_whole and array.dtype.kind in "iub":
         wanted = np.dtype(np.int64)
-    elif array.dtype.kind != "f":
-        return array
     if array.dtype != wanted:
         array = array.astype(wanted)
     if dtype == torch.bfloat16 and array.dtype.kind == "f":

@@ -15,7 +15,6 @@ import logging
 import platform
 import time
 import warnings
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -58,7 +57,7 @@ from adammcmc.progress import Bar, show_bar
 from adammcmc.randomness import streams
 from adammcmc.sampler import Sampler
 from adammcmc.stacked import CannotStack, Setup, StackedSampler, setup_of
-from adammcmc.store import FolderStore, MemoryStore, Store, check_space, format_bytes, read_manifest
+from adammcmc.store import FolderStore, MemoryStore, Store, check_manifest, check_space, format_bytes, read_manifest
 from adammcmc.target import Prior
 from adammcmc.tuning import BurnIn
 
@@ -200,7 +199,7 @@ def sample(
                 "loss": run.loss.description,
                 "prior": describe_prior(one.target.prior),
                 "scheduler": type(chain.scheduler).__name__ if isinstance(chain, _Chain) and chain.scheduler else None,
-                "modes (train or eval)": zlib.crc32(bytes(module.training for module in model.modules())),
+                "modes (train or eval)": _modes(model),
                 "num_draws": num_draws,
                 "gap": gap,
                 "burn_in": plain_json(burn_in),
@@ -754,6 +753,7 @@ def _open_store(path: Path | None, manifest: dict[str, Any], run: _Run, resume: 
 def _reopened(path: Path, manifest: dict[str, Any], run: _Run) -> FolderStore:
     store = FolderStore(path, writes=True)
     try:
+        check_manifest(store.manifest, path)
         _check_same_run(store.manifest, manifest, run, path)
         store.manifest["configuration"]["num_draws"] = run.num_draws
         store.manifest |= {key: manifest[key] for key in ("config",) if key in manifest}
@@ -870,6 +870,13 @@ def _check_arguments(
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise TypeError(f"`callbacks` must hold instances of adammcmc.Callback, got {type(callback).__name__}.")
+
+
+def _modes(model: nn.Module) -> str:
+    """Of the network, and which of its modules are in the other one."""
+    words = {True: "train", False: "eval"}
+    others = [name for name, module in model.named_modules() if module.training != model.training]
+    return words[model.training] + (f"; {words[not model.training]}: {', '.join(others)}" if others else "")
 
 
 @contextmanager

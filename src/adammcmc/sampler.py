@@ -23,7 +23,7 @@ from torch.utils import _pytree
 
 from adammcmc.acceptance import FullData, Minibatch, Test, heat_of
 from adammcmc.capture import Captures, Ring
-from adammcmc.closure import Closure, ClosurePotential, Reference
+from adammcmc.closure import Closure, ClosurePotential, Reference, expand
 from adammcmc.data import Examples
 from adammcmc.errors import NonFiniteLoss, PerExampleLossRequired
 from adammcmc.health import Health, Monitor
@@ -41,7 +41,6 @@ _OWN_KEY = "adammcmc"  # of state_dict: what torch would cast or drop if it lay 
 # steps at which fixed data are asked again whether they are; on an accelerator the first only, since asking waits for it
 _RECHECKS = [10**k for k in range(9)]
 _NOT_SETTINGS = frozenset(("params", "param_names"))  # of a parameter group
-_CHUNK = 1024  # examples whose gradient is taken at once
 _TORCH_KEYS = {"params", "param_names", "initial_lr", "name"}
 
 Products = Callable[[], Tensor]
@@ -423,26 +422,33 @@ class Sampler(torch.optim.Optimizer, ABC):
         self._watch_health(lambda monitor: monitor.add_row(ring.rows, ring.last, self.target.scale), body.products)
         return ring.loss(body.loss_dtype)[0]
 
-    def use_control_variate(self) -> None:
-        """Take the present weights as the reference of a control variate of first order (`adammcmc.control`).
+    def use_control_variate(self, order: int = 1) -> None:
+        """Take the present weights as the reference of a control variate (`adammcmc.control`).
 
-        Tests that choose their own examples (`Barker`, `Tuna`, ...) then estimate only what the gradients at the reference do
-        not foresee, which is little while the chain stays near. Call it once, at the end of burn-in: it costs a pass over the
-        data with gradients, and at each example that a test looks at about three forwards more. The loss must be twice
-        differentiable. (Chains of a stack have none.)
+        Tests that choose their own examples (`Barker`, `Tuna`, ...) then estimate only what the derivatives at the reference do
+        not foresee, which is little while the chain stays near. Call it once, at the end of burn-in. (`sample`, which makes its
+        samplers itself, and stacked chains have none.)
+
+        Args:
+            order: 1 costs a pass over the data with gradients, and at each example that a test looks at about three forwards
+                more; the loss must be twice differentiable. 2 keeps the Hessian of the sum as well: for 2,000 parameters at
+                most, a backward over the data for each of them, and a loss that autograd can differentiate four times.
         """
+        if self.fixed_data or isinstance(self.acceptance, FullData) or not getattr(self.acceptance, "needs_examples", True):
+            raise ValueError(
+                f"a control variate would do nothing here ({'fixed data' if self.fixed_data else self.acceptance}): it is for "
+                "tests that choose their own examples, such as Barker(), Tuna(bound) or Penalty(batch_size)."
+            )
         if self._examples is None:
             raise PerExampleLossRequired(
                 "a control variate needs the losses of single examples: pass `examples=TensorExamples(loss, inputs, targets)`."
             )
-        params = self._trainable()
-        total = [torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in params]
-        for i in range(0, len(self._examples), _CHUNK):
-            with torch.enable_grad():
-                losses = self._layers.example_losses(self._examples.losses, slice(i, min(i + _CHUNK, len(self._examples))))
-                grads = torch.autograd.grad(losses.sum(), params, allow_unused=True, materialize_grads=True)
-            total = [t + g.double() for t, g in zip(total, grads, strict=True)]
-        self._reference = Reference([p.detach().clone() for p in params], total)
+        examples, layers = self._examples, self._layers
+
+        def losses(rows: slice) -> Tensor:
+            return layers.example_losses(examples.losses, rows)
+
+        self._reference = expand(losses, self._trainable(), len(examples), order)
 
     def draw(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """A draw: a copy of the model's state, which no later step touches. Refused while the settings still adapt."""

@@ -391,6 +391,8 @@ def setup_of(sampler: Sampler, model: nn.Module, like: Setup | None = None) -> S
         raise CannotStack(f"the step of {type(sampler).__name__} is computed for one chain at a time")
     if isinstance(sampler, ExactAdamMCMC) and sampler.momentum_spread is None:
         raise CannotStack("ExactAdamMCMC measures its `momentum_spread` for one chain at a time: give it")
+    if sampler._reference is not None:
+        raise CannotStack("a control variate is expanded for one chain at a time")
     memory = sampler._gather(packing)
     if memory is not None:
         memory = _pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), memory)

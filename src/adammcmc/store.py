@@ -37,11 +37,30 @@ from torch.utils import _pytree
 from adammcmc.encoding import HostCopies, Tensors, decode, encode, safetensors_parts, strict_json
 from adammcmc.errors import StoreCorrupt, StoreFull, StoreLocked, StoreMismatch
 
-__all__ = ["FORMAT", "FolderStore", "MemoryStore", "Record", "Store", "check_space", "format_bytes", "read_manifest"]
+__all__ = [
+    "FORMAT",
+    "FolderStore",
+    "MemoryStore",
+    "Record",
+    "Store",
+    "check_manifest",
+    "check_space",
+    "format_bytes",
+    "read_manifest",
+]
 
 FORMAT = 1
 Record = dict[str, Any]
 """One line of the index."""
+_PARTS: dict[str, tuple[str, ...]] = {
+    "": ("keep", "dtype", "has_targets", "num_parts", "target", "target_at_first"),
+    "configuration": ("num_chains", "num_draws"),
+    "data": ("num_data", "fingerprint"),
+    "model": ("tensors",),
+    "likelihood": ("name",),
+    "versions": ("adammcmc",),
+}
+"""What the manifest of every run has: of itself, and of its parts."""
 _MANIFEST, _LOCK, _INDEX, _CHECKPOINT = "run.json", "lock", "index.jsonl", "checkpoint.safetensors"
 
 
@@ -421,6 +440,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{FORMAT}. Update adammcmc."
         )
     return cast(dict[str, Any], manifest)
+
+
+def check_manifest(manifest: dict[str, Any], path: str | Path) -> None:
+    """Refuse a manifest that is JSON but has lost parts that every run has."""
+    for part, names in _PARTS.items():
+        if not isinstance(found := manifest.get(part) if part else manifest, dict):
+            raise StoreCorrupt(f"'{Path(path) / _MANIFEST}' is damaged: it has no '{part}'.")
+        for name in names:
+            if name not in found:
+                raise StoreCorrupt(f"'{Path(path) / _MANIFEST}' is damaged: it has no '{name}'{f' in {part}' if part else ''}.")
 
 
 def check_space(path: Path, needed: int) -> None:

@@ -42,7 +42,7 @@ def forecast_lines(forecast: Forecast, recipe: Recipe, path: Path) -> Iterator[s
     training = f", after {recipe.training_steps:,} steps of Adam" if recipe.training_steps else ""
     yield f"target:  {forecast.target}"
     yield f"network: {type(recipe.model).__name__}, {forecast.num_params:,} parameters, on {device}{training}"
-    yield f"data:    {forecast.num_data:,} examples, {batch}"
+    yield f"data:    {_plural(forecast.num_data, 'example')}, {batch}"
     yield f"draws:   {run.num_draws:,} of each of {run.num_chains} chain{'s' * (run.num_chains > 1)}, {run.gap} steps apart"
     yield f"size:    about {format_bytes(forecast.size)} in {path}"
     yield f"time:    about {time}"
@@ -68,7 +68,7 @@ def format_seconds(seconds: float) -> str:
 
 def summary_line(prediction: Prediction) -> str:
     """How many, and how right they are where there are targets."""
-    line = f"{len(prediction):,} examples, {prediction.num_draws:,} draws"
+    line = f"{_plural(len(prediction), 'example')}, {_plural(prediction.num_draws, 'draw')}"
     if not isinstance(prediction.targets, Tensor):
         return line
     try:
@@ -77,7 +77,11 @@ def summary_line(prediction: Prediction) -> str:
         return f"{line}; not scored: {error}"
     if isinstance(scores, ClassScores):
         return f"{line}; accuracy {scores.accuracy}"
-    return f"{line}; root mean square error {scores.rmse.value:.4g} +- {scores.rmse.error:.2g}"
+    return f"{line}; root mean square error {scores.rmse}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def prediction_table(prediction: Prediction, rows: int) -> Any:
@@ -91,14 +95,15 @@ def prediction_table(prediction: Prediction, rows: int) -> Any:
     uncertainty = columns[by].reshape(len(prediction), -1).double().mean(1)
     order = uncertainty.argsort(descending=True)[:rows]
     words = by.replace("_", " ")
-    table = Table(title=f"The {len(order)} example{'s' * (len(order) != 1)} of largest {words}", title_justify="left")
+    shown = "example" if len(order) == 1 else f"{len(order)} examples"
+    table = Table(title=f"The {shown} of largest {words}", title_justify="left")
     names = {"mean": "probability", "mutual_information": "mutual information"} if "label" in columns else {}
-    shown = [name for name in ("target", "label", "mean", "spread", "entropy", "mutual_information") if name in columns]
+    kept = [name for name in ("target", "label", "mean", "spread", "entropy", "mutual_information") if name in columns]
     table.add_column("example", justify="right")
-    for name in shown:
+    for name in kept:
         table.add_column(names.get(name, name), justify="right")
     for row in order.tolist():
-        table.add_row(str(row), *(_cell(columns[name][row]) for name in shown))
+        table.add_row(str(row), *(_cell(columns[name][row]) for name in kept))
     return table
 
 
@@ -126,8 +131,9 @@ def _columns(prediction: Prediction) -> dict[str, Tensor]:
 def write_prediction(path: Path, prediction: Prediction) -> None:
     """All predictions: .npz with an array for each quantity, or .csv with a line for each example."""
     arrays = {name: _as_array(x) for name, x in _columns(prediction).items()}
-    if path.suffix == ".npz":
-        np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
+    if path.suffix.lower() == ".npz":
+        with open(path, "wb") as archive:  # of a path, numpy would add an ending of its own to .NPZ
+            np.savez_compressed(archive, **arrays)  # type: ignore[arg-type]
         return
     names, columns = ["example"], [np.arange(len(prediction))]
     for name, array in arrays.items():

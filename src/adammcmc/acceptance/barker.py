@@ -30,15 +30,15 @@ class Barker:
     rejects more than Metropolis does, half of the moves at Y = 0. Data: about n^2 lambda^2 var(D) / max_noise^2.
 
     Args:
-        batch_size: examples of the first look; each further look adds as many.
-        growth: each look has at least this many times the examples of the last.
+        batch_size: examples of the first look; each further look adds as many, at least.
+        growth: each look has at least this many times the examples of the last, so that the number of looks grows as log n.
         max_noise: at most 1. Less is safer, and costs more data.
         max_skewness: go on, too, while s^3 |skewness of the x_i| / sqrt(b) is above this: the skewness that Yhat gives to the
             sum N(0, 1 - s^2) + Yhat, the first term by which it differs from a normal variable.
     """
 
     batch_size: int = 100
-    growth: float = 1.0
+    growth: float = 1.5
     max_noise: float = 1.0
     max_skewness: float = 0.1
     needs_noise: ClassVar[bool] = True

@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from adammcmc.acceptance.comparison import Comparison
-from adammcmc.leaves import Leaves, flatten, inner
+from adammcmc.leaves import Leaves, inner
 
-__all__ = ["Bound", "ClampedLoss", "DerivativeBound", "last_layer_bound", "logistic_bound"]
+__all__ = ["Bound", "ClampedLoss", "DerivativeBound", "Table", "Tables", "distance", "last_layer_bound", "logistic_bound"]
 
 
 class Bound(Protocol):
     """|D_i| <= c_i M."""
 
     def weights(self, num_examples: int, device: torch.device) -> Tensor:
-        """c_i, (n,), float64, positive or zero."""
+        """c_i, (n,), float64, positive or zero. They are asked for once."""
         ...
 
-    def distance(self, params: Leaves, proposed: Leaves) -> Tensor:
-        """M, (chains,), float64; the same with the two points exchanged."""
+    def distance(self, params: Leaves, proposed: Leaves, reference: Leaves | None) -> Tensor:
+        """M, (chains,), float64; the same with the two points exchanged.
+
+        `reference`: that of the control variate, with a chain axis of length 1; None without one.
+        """
         ...
 
 
@@ -44,32 +47,30 @@ class DerivativeBound:
 
     Args:
         constants: c_i, (n,): bounds of the derivative of order `order` + 1 (its operator norm) for each example.
-        order: k, that of the control variate; 0 without one.
-        reference: of the control variate, in the structure of the parameters, without a chain axis.
+        order: k, that of the control variate, whose reference is taken; 0 without one.
     """
 
     constants: Tensor
     order: int = 0
-    reference: Any = None
 
     def __post_init__(self) -> None:
         c = self.constants
         if c.dim() != 1 or not bool((c.isfinite() & (c >= 0)).all()) or not bool((c > 0).any()):
             raise ValueError("the constants of a bound must be positive and finite, one for each example, shape (n,).")
-        if self.order not in (0, 1, 2) or (self.order > 0) != (self.reference is not None):
-            raise ValueError(f"`order` must be 0, or 1 or 2 with the `reference` of the control variate, got {self.order!r}.")
+        if self.order not in (0, 1, 2):
+            raise ValueError(f"`order` must be that of the control variate, 1 or 2, or 0 without one, got {self.order!r}.")
 
     def weights(self, num_examples: int, device: torch.device) -> Tensor:
         if len(self.constants) != num_examples:
             raise ValueError(f"the bound has {len(self.constants)} constants for {num_examples} examples.")
         return self.constants.to(device, torch.float64)
 
-    def distance(self, params: Leaves, proposed: Leaves) -> Tensor:
+    def distance(self, params: Leaves, proposed: Leaves, reference: Leaves | None) -> Tensor:
         step = _distance(params, proposed)
         if self.order == 0:
             return step
-        at = tuple(x[None] for x in flatten(self.reference)[0])
-        far = torch.maximum(_distance(params, at), _distance(proposed, at))
+        assert reference is not None
+        far = torch.maximum(_distance(params, reference), _distance(proposed, reference))
         return step * far**self.order / math.factorial(self.order)
 
 
@@ -86,30 +87,66 @@ class ClampedLoss:
     def weights(self, num_examples: int, device: torch.device) -> Tensor:
         return torch.full((num_examples,), float(self.maximum), dtype=torch.float64, device=device)
 
-    def distance(self, params: Leaves, proposed: Leaves) -> Tensor:
+    def distance(self, params: Leaves, proposed: Leaves, reference: Leaves | None) -> Tensor:
         return torch.ones(params[0].shape[0], dtype=torch.float64, device=params[0].device)
 
 
-def check_order(bound: Bound, comparison: Comparison) -> None:
-    """Refuse a bound on something else than what the test looks at: losses, or what a control variate leaves of them."""
+class Table(NamedTuple):
+    """The c_i of a bound in the forms that a step asks for."""
+
+    weights: Tensor
+    """c_i, (n,), float64."""
+    steps: Tensor
+    """Their running sums, (n,), to draw examples by weight without a look at all of them."""
+    largest: Tensor
+
+
+class Tables:
+    """The tables of one bound, made once for each device: no step pays for all n examples."""
+
+    def __init__(self, bound: Bound) -> None:
+        self._bound = bound
+        self._made: dict[tuple[int, torch.device], Table] = {}
+
+    def __call__(self, num_examples: int, device: torch.device) -> Table:
+        key = num_examples, device
+        if key not in self._made:
+            c = self._bound.weights(num_examples, device)
+            self._made[key] = Table(c, c.cumsum(0), c.max())
+        return self._made[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tables, (self._bound,)  # copies and pickles make theirs
+
+
+def distance(bound: Bound, comparison: Comparison) -> Tensor:
+    """M of this move, (chains,).
+
+    Refuses a bound on something else than what the test looks at: losses, or what a control variate leaves of them.
+    """
     control = comparison.potential.control
     order, expected = getattr(bound, "order", 0), 0 if control is None else control.order
     if order != expected:
         what = "there is no control variate" if control is None else f"the control variate is of order {expected}"
-        raise ValueError(f"the bound is for a control variate of order {order} (0: for none), but {what}.")
+        raise ValueError(
+            f"the bound is for a control variate of order {order} (0: for none), but {what}. A density gets one by "
+            "DataDensity(control_variate=...), a sampler by sampler.use_control_variate(order); sample() has none."
+        )
+    return bound.distance(comparison.params, comparison.proposed, None if control is None else control.reference)
 
 
-def logistic_bound(inputs: Tensor, order: int = 0, reference: Any = None) -> DerivativeBound:
+def logistic_bound(inputs: Tensor, order: int = 0) -> DerivativeBound:
     r"""For l_i = log(1 + e^(-y_i x_i . theta)), y_i = -1 or 1: derivatives of order 1, 2, 3 are at most |x_i|, |x_i|^2 / 4,
     |x_i|^3 / (6 sqrt 3).
 
     Args:
         inputs: x, (n, P).
         order: of the control variate; 0 without one.
-        reference: of the control variate.
     """
+    if order not in (0, 1, 2):
+        raise ValueError(f"`order` must be that of the control variate, 1 or 2, or 0 without one, got {order!r}.")
     largest = (1.0, 0.25, 1 / (6 * math.sqrt(3)))[order]
-    return DerivativeBound(largest * inputs.double().norm(dim=1) ** (order + 1), order, reference)
+    return DerivativeBound(largest * inputs.double().norm(dim=1) ** (order + 1), order)
 
 
 def last_layer_bound(features: Tensor, *, bias: bool = True) -> DerivativeBound:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance.bounds import Bound, check_order
+from adammcmc.acceptance.bounds import Bound, Tables, distance
 from adammcmc.acceptance.comparison import Comparison, Verdict
 from adammcmc.acceptance.metropolis import decisive, metropolis
 from adammcmc.acceptance.subsample import Sample, check_batch_size, check_growth, estimate
@@ -59,13 +60,15 @@ class Confidence:
         check_batch_size(self.batch_size)
         check_growth(self.growth)
 
+    @functools.cached_property
+    def _tables(self) -> Tables | None:
+        return None if self.bound is None else Tables(self.bound)
+
     def _range(self, comparison: Comparison) -> Tensor | None:
-        if self.bound is None or comparison.potential.fixed:
+        if self.bound is None or self._tables is None or comparison.potential.fixed:
             return None
-        check_order(self.bound, comparison)
-        n = comparison.num_examples
-        largest = self.bound.weights(n, comparison.device).max() * self.bound.distance(comparison.params, comparison.proposed)
-        return 2 * n * comparison.inverse_temperature() * largest
+        n, m = comparison.num_examples, distance(self.bound, comparison)
+        return 2 * n * comparison.inverse_temperature() * self._tables(n, comparison.device).largest * m
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         log_uniform, widest = decisive(comparison, generator), self._range(comparison)

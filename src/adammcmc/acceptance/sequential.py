@@ -31,13 +31,13 @@ class Sequential:
 
     Args:
         eps: of one look, below 1/2.
-        batch_size: examples of the first look; each further look adds as many.
-        growth: each look has at least this many times the examples of the last.
+        batch_size: examples of the first look; each further look adds as many, at least.
+        growth: each look has at least this many times the examples of the last, so that the number of looks grows as log n.
     """
 
     eps: float = 0.01
     batch_size: int = 100
-    growth: float = 1.0
+    growth: float = 1.5
     needs_noise: ClassVar[bool] = True
     is_plain: ClassVar[bool] = False
     needs_examples: ClassVar[bool] = True

@@ -26,7 +26,7 @@ from adammcmc.keyed import keys, order
 from adammcmc.leaves import is_finite
 from adammcmc.randomness import Randomness
 
-__all__ = ["Estimate", "Sample", "check_batch_size", "check_growth", "estimate", "full_data"]
+__all__ = ["Estimate", "Sample", "check_batch_size", "check_growth", "estimate", "full_data", "look_sizes"]
 
 _CHUNK = 4096
 _ALMOST_ALL = 0.9  # a look at more than this share of the data looks at all of them
@@ -106,7 +106,7 @@ def estimate(
     result.log_ratio[is_finite(known)] = torch.nan
     chains = (is_finite(known) & comparison.may_move).nonzero().flatten()
     x, ordered = known.new_empty(len(chains), 0), order_of.new_empty(len(chains), 0)
-    for look, size in enumerate(_sizes(batch_size, growth, n), 1):
+    for look, size in enumerate(look_sizes(batch_size, growth, n), 1):
         if len(chains) == 0:
             break
         if size == n:
@@ -152,7 +152,13 @@ def full_data(comparison: Comparison, chains: Tensor, seen: Tensor | None = None
     return torch.cat([part[0] for part in parts], 1), functools.reduce(torch.logical_and, [part[1] for part in parts])
 
 
-def _sizes(first: int, growth: float, n: int) -> Iterator[int]:
+def look_sizes(first: int, growth: float, n: int) -> Iterator[int]:
+    """Examples of the first look, of the first two together, and so on up to n.
+
+    Example:
+        >>> list(look_sizes(100, 1.5, 1000))
+        [100, 200, 300, 450, 675, 1000]
+    """
     size = first
     while size <= _ALMOST_ALL * n:
         yield size

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance.bounds import Bound, check_order
+from adammcmc.acceptance.bounds import Bound, Table, Tables, distance
 from adammcmc.acceptance.comparison import Comparison, Verdict
 from adammcmc.acceptance.metropolis import decisive, metropolis
 from adammcmc.acceptance.subsample import full_data
@@ -18,6 +19,16 @@ from adammcmc.leaves import is_finite
 from adammcmc.randomness import Randomness
 
 __all__ = ["Tuna"]
+
+
+class _Said(NamedTuple):
+    """What a Poisson minibatch says, (chains,) each."""
+
+    log_ratio: Tensor
+    num_examples: Tensor
+    is_broken: Tensor
+    is_current_finite: Tensor
+    is_finite: Tensor
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,8 @@ class Tuna:
     The kept examples are an auxiliary variable whose rates at theta and tau differ by the sign of D_i; the sums of the rates
     give exp(-lambda sum D_i). Where L + chi L^2 exceeds n (the same from both sides) the full data decide. Where an example
     breaks the bound, |r_i| > 1, the full data decide as well: noticed, warned of once, and counted in the test's memory, but no
-    longer exact. Data: L + chi L^2 on average, and a random acceptance that is lower than that of the full data.
+    longer exact. Data: L + chi L^2 on average, and a random acceptance that is lower than that of the full data. The work of a
+    step grows with these, and with n by the logarithm only.
 
     Args:
         bound: on the losses, from `acceptance.bounds`. For the last layer of a network the library knows one.
@@ -54,28 +66,37 @@ class Tuna:
                 f"`bound` must be one of acceptance.bounds, such as last_layer_bound(features), got {self.bound!r}."
             )
 
+    @functools.cached_property
+    def _tables(self) -> Tables:
+        return Tables(self.bound)
+
     def __call__(self, comparison: Comparison, carry: Tensor | None, generator: Randomness) -> tuple[Verdict, Tensor]:
         log_uniform, key = decisive(comparison, generator), keys(comparison.num_chains, comparison.device, generator)
         violations = torch.zeros_like(key) if carry is None else carry
         if comparison.potential.fixed:  # this step's batch is all data
             y = comparison.batch_log_ratio()
             return metropolis(comparison, y, log_uniform, comparison.batch_size or float("nan")), violations
-        check_order(self.bound, comparison)
-        n, known, lam = comparison.num_examples, comparison.known(), comparison.inverse_temperature()
-        c, m = self.bound.weights(n, comparison.device), self.bound.distance(comparison.params, comparison.proposed)
-        rate = lam * m * c.sum()
+        n, m, known, lam = (
+            comparison.num_examples,
+            distance(self.bound, comparison),
+            comparison.known(),
+            comparison.inverse_temperature(),
+        )
+        table = self._tables(n, comparison.device)
+        rate = lam * m * table.steps[-1]
         is_cheap = rate + self.chi * rate.square() <= n
         y, num, is_current_finite = known.clone(), torch.zeros_like(known), torch.ones_like(is_cheap)
-        is_asked = is_finite(known) & comparison.may_move
-        is_broken = torch.zeros_like(is_cheap)
+        is_asked, is_broken = is_finite(known) & comparison.may_move, torch.zeros_like(is_cheap)
+        is_proposed_finite = is_finite(known)
         if len(chains := (is_asked & is_cheap).nonzero().flatten()) > 0:
-            said, num[chains], is_broken[chains], is_current_finite[chains] = self._poisson(
-                comparison, chains, key[chains], c, m[chains], rate[chains]
-            )
-            y[chains] += said
+            said = self._poisson(comparison, chains, key[chains], table, m[chains], rate[chains])
+            y[chains] += said.log_ratio
+            num[chains], is_broken[chains] = said.num_examples, said.is_broken
+            is_current_finite[chains], is_proposed_finite[chains] = said.is_current_finite, said.is_finite
         if len(chains := (is_asked & (is_broken | ~is_cheap)).nonzero().flatten()) > 0:
             difference, is_current_finite[chains] = full_data(comparison, chains)
             y[chains], num[chains] = known[chains] - lam[chains] * difference.sum(1), num[chains] + n
+            is_proposed_finite[chains] = is_finite(y[chains])
         if bool(is_broken.any()) and not bool(violations.any()):
             warnings.warn(
                 "a loss changed by more than the bound of Tuna allows: the full data decided that step, and the chain is no "
@@ -83,28 +104,28 @@ class Tuna:
                 stacklevel=2,
             )
         verdict = metropolis(comparison, y, log_uniform, num)
-        return verdict._replace(is_current_finite=is_current_finite), violations + is_broken
+        # (with chi = 0 an example that meets its bound says -inf: no way back, but a loss that is finite)
+        return verdict._replace(is_finite=is_proposed_finite, is_current_finite=is_current_finite), violations + is_broken
 
-    def _poisson(
-        self, comparison: Comparison, chains: Tensor, key: Tensor, c: Tensor, m: Tensor, rate: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the kept examples say, how many were looked at, whether one broke the bound, and is_current_finite."""
+    def _poisson(self, comparison: Comparison, chains: Tensor, key: Tensor, table: Table, m: Tensor, rate: Tensor) -> _Said:
         extra = self.chi * rate[:, None]
         sizes = poisson(rate + self.chi * rate.square(), numbers(key, 1, stream=1)[:, 0])
         most = max(1, int(sizes.max()))
-        steps = c.cumsum(0)
+        c, steps = table.weights, table.steps
         chosen = torch.searchsorted(steps, numbers(key, most, stream=2) * steps[-1], right=True).clamp_max(len(c) - 1)
         is_seen = torch.arange(most, device=key.device) < sizes[:, None]
         chosen = torch.where(is_seen, chosen, chosen[:, :1])  # what is not seen must not be asked
         difference, is_current_finite, rounding = comparison.differences(chosen, chains)
         is_current_finite = is_current_finite | (sizes == 0)
         most_allowed = c[chosen] * m[:, None]
-        ratio = torch.where(is_seen, difference / most_allowed, 0.0)
+        # where rounding is larger than the bound, the same D_i must go into the rate of this way and of the way back
+        ratio = torch.where(is_seen, difference / most_allowed, 0.0).clamp(-1, 1)
         is_broken = (is_seen & (difference.abs() > most_allowed + rounding)).any(1)
         is_kept = is_seen & (numbers(key, most, stream=3) < (extra + (1 + ratio) / 2) / (extra + 1))
-        said = 2 * torch.atanh(-ratio.clamp(-1, 1) / (1 + 2 * extra))
+        said = 2 * torch.atanh(-ratio / (1 + 2 * extra))
         said = torch.where(is_kept | ratio.isnan(), said, 0.0).sum(1)  # a NaN is an answer, too
-        return said, sizes.double(), is_broken, is_current_finite
+        is_proposed_finite = (is_finite(difference) | ~is_seen).all(1)
+        return _Said(said, sizes.double(), is_broken, is_current_finite, is_proposed_finite)
 
     def complaint(self, carry: Tensor | None) -> str | None:
         """Why the chain is not exact after all."""

@@ -26,10 +26,10 @@ SMALLER = ((2.0, WIDE), (2.0, 1000.0), (0.2, WIDE), (0.2, 1000.0), (0.02, WIDE),
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
     """Chains in evaluation mode, where the loss is one function of the weights, from five steps of Adam and from many."""
-    few, many = 5, preset.steps // 2
-    steps = max(8, preset.steps // 5)
+    few, many = 5, preset.steps // 4
+    steps = max(8, preset.steps // 4)
     sizes: dict[str, Any] = {
-        "num_jets": preset.exact_data, "in_training_mode": False, "steps": steps, "burn_in": steps // 4, "looks": 0,
+        "num_jets": preset.compared_data, "in_training_mode": False, "steps": steps, "burn_in": steps // 4, "looks": 0,
         "precision": "float32",
     }  # fmt: skip
     curves, compared = {}, {}
@@ -48,7 +48,7 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
         "rows": compared,
         "tests": rows(work, tests),
         "smaller": rows(work, smaller),
-        "num_data": min(preset.exact_data, preset.num_train),
+        "num_data": preset.compared_data,
     }
 
 

@@ -34,6 +34,7 @@ _TOLD = (
     "temperature",
     "examples_per_step",
     "step_size",
+    "silent",
     "seconds",
 )
 _MEASURED = ("accuracy", "auc", "nll", "brier")
@@ -121,14 +122,14 @@ def _band(columns: Sequence[Sequence[float]]) -> dict[str, list[float]]:
 
 
 def _averaged(parts: Sequence[Any]) -> Any:
-    """Numbers at the same places of several objects, as [mean, standard error]; of a measured [value, error] the value counts."""
+    """Numbers at the same places of several objects, as [mean, standard error]; a [value, error] counts by its value."""
     first = parts[0]
     if isinstance(first, dict):
         return {key: _averaged([p[key] for p in parts if key in p]) for key in first}
-    if isinstance(first, list) and len(first) == 2:
-        return over_seeds([p[0] for p in parts])
     if isinstance(first, list) and first and isinstance(first[0], list):  # bins of pT: low, high, jets, value, error
         return [[*bins[0][:3], over_seeds([b[3] for b in bins])] for bins in zip(*parts, strict=True)]
+    if isinstance(first, list) and len(first) == 2:
+        return over_seeds([p[0] for p in parts])
     return over_seeds(list(parts))
 
 

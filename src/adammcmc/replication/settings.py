@@ -8,7 +8,7 @@ from typing import Literal
 
 from adammcmc.jets.tagger import best_device
 
-__all__ = ["PAPER_PARAMS", "PRESETS", "Preset", "preset"]
+__all__ = ["PAPER_PARAMS", "PRESETS", "Preset", "along", "preset"]
 
 PAPER_PARAMS = 366_160
 """Of the paper's ParticleNet. Its nominal sigma and sigma_Delta are divided by the root of this: so they are on any network."""
@@ -32,6 +32,7 @@ class Preset:
         seeds: runs of each setting.
         thin: take every `thin`-th point of a scan, its ends always.
         anchors: whether three settings of each figure also run on the paper's network.
+        compared_data: jets of Figure 4, all of which the full-data test looks at in each step.
         exact_data: jets of the exact chains.
         exact_steps: of the exact chains, with burn-in.
         exact_chains: of each setting.
@@ -45,14 +46,15 @@ class Preset:
     num_test: int = 6_000
     num_others: int = 800
     batch_size: int = 512
-    steps: int = 2_000
+    steps: int = 1_200
     num_draws: int = 10
     seeds: int = 3
     thin: int = 1
     anchors: bool = True
-    exact_data: int = 5_000
-    exact_steps: int = 3_000
-    exact_chains: int = 4
+    compared_data: int = 5_000
+    exact_data: int = 1_000
+    exact_steps: int = 4_000
+    exact_chains: int = 3
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     device: str = ""
 
@@ -80,11 +82,11 @@ class Preset:
 PRESETS = {
     "smoke": Preset(
         "smoke", num_train=256, num_test=200, num_others=10, batch_size=16, steps=16, num_draws=4, seeds=1, thin=99,
-        anchors=False, exact_data=32, exact_steps=30, exact_chains=2, precision="float32", device="cpu",
+        anchors=False, compared_data=64, exact_data=32, exact_steps=30, exact_chains=2, precision="float32", device="cpu",
     ),
     "small": Preset(
         "small", num_train=4_000, num_test=2_000, num_others=200, batch_size=128, steps=400, seeds=2, thin=2,
-        anchors=False, exact_data=500, exact_steps=600, exact_chains=2, precision="float32",
+        anchors=False, compared_data=1_000, exact_data=500, exact_steps=600, exact_chains=2, precision="float32",
     ),
     "h200": Preset("h200"),
     "paper": Preset(

@@ -25,16 +25,17 @@ class ScaleAdaptedSGHMC(torch.optim.Optimizer):
     (2) and (3) are equations (8) and (9) of Springenberg et al., (4) and (5) their (10). All of tau, gbar and V start at 1. The
     paper has 1 / tau in (3), with which this start would stay at tau = 1 and V = g^2 for ever.
 
-    `backward()` of the MEAN loss of a batch leaves its gradient in `p.grad`, as for any optimizer, and `step` multiplies it by
-    `num_data`: who takes the mean for the sum samples at n times the temperature. There is no Metropolis test. lr is the step
-    epsilon as it stands in the equations (some implementations divide it by sqrt(n)), `mdecay` the part of the velocity that is
-    lost in a step (epsilon V^(-1/2) C in the paper). lr^4 is subtracted because gradients bring noise of their own: that much if
-    V is all noise. On a Gaussian of curvature h, with V frozen and gradients of noise variance W,
+    `backward()` of the MEAN loss of a batch leaves its gradient in `p.grad`, as for any optimizer, and `step` multiplies it
+    by `num_data`: who takes the mean for the sum samples at n times the temperature. There is no Metropolis test. lr is the
+    step epsilon as it stands in the equations (some implementations divide it by sqrt(n)), `mdecay` the part of the velocity
+    that is lost in a step (epsilon V^(-1/2) C in the paper). lr^4 is subtracted because gradients bring noise of their own:
+    that much if V is all noise. On a Gaussian of curvature h, with V frozen and gradients of noise variance W,
 
         Var(theta) = (1/h) [1 - (1 - W / V) lr^2 V^(1/2) / (2 mdecay)] / [1 - lr^2 h V^(-1/2) / (4 - 2 mdecay)]     (6)
 
-    exactly, which is 1/h as lr -> 0. Where V^(1/2) > 2 mdecay / lr^2 (1,000 at the defaults) no noise is added at all. Gradients
-    of the sum over a large data set are easily that large; the chain is then SGD with momentum. `silent` counts such weights.
+    exactly, which is 1/h as lr -> 0. Where V^(1/2) > 2 mdecay / lr^2 (1,000 at the defaults) no noise is added at all.
+    Gradients of the sum over a large data set are easily that large; the chain is then SGD with momentum. `silent` says
+    for how many weights.
 
     The code released with the AdamMCMC paper differs: its burn-in lasts as long as the run, so that V follows the gradients for
     ever and nothing says what is sampled; its prior is N(0, 0.1^2) on every weight (`prior=Gaussian(0.1)` here).

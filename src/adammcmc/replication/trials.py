@@ -25,7 +25,7 @@ from adammcmc.jets.tagger import NETWORKS
 from adammcmc.likelihood import DataExamples, Loss
 from adammcmc.optimizer import AdamMCMC, AsReleased
 from adammcmc.replication.measures import judge, rounded
-from adammcmc.replication.settings import PAPER_PARAMS, Preset
+from adammcmc.replication.settings import PAPER_PARAMS, Preset, along
 from adammcmc.replication.sghmc import ScaleAdaptedSGHMC
 from adammcmc.sampler import Sampler
 from adammcmc.target import Gaussian, UniformBox, from_paper
@@ -193,13 +193,17 @@ class _Run:
             self.net: ParticleNet = NETWORKS[trial.network]()
         self.net.to(device)
         self.net.autocast = torch.bfloat16 if trial.precision == "bfloat16" else None
-        self.losses: list[Tensor] = []
+        self.curve: list[Tensor] = []
         self.accuracies: list[tuple[int, float]] = []
         self.draws: dict[str, list[Tensor]] = {"test": [], "others": []}
 
+    def losses(self, batch: Any) -> Tensor:
+        """Cross entropy of each jet: their spread says how noisy a minibatch test is."""
+        return F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+
     def loss(self, batch: Any) -> Tensor:
         """Mean cross entropy of a batch."""
-        return F.cross_entropy(self.net(batch[0]), batch[1])
+        return self.losses(batch).mean()
 
     def go(self, tell: Callable[[int, int], None]) -> dict[str, Any]:
         """To the end; what is found."""
@@ -225,10 +229,10 @@ class _Run:
             if not whole:
                 batch = next(data)
             if step % window == 0:
-                self.losses.append(sums / window)
+                self.curve.append(sums / window)
                 sums = torch.zeros((), device=self.device)
             if sampler is not None and step > trial.burn_in and step % 10 == 0:
-                ratios.append(sampler.info.log_q_ratio.double())
+                ratios.append(sampler.info.step_to_noise.double())
             if step == trial.burn_in and sampler is not None:
                 sampler.reset_health()
                 rates = sampler.mean_acceptance_rate * step
@@ -236,14 +240,20 @@ class _Run:
                 self.accuracies.append((step, self._accuracy(held["test"])))
             if step % 50 == 0:
                 tell(trial.start + step, total)
-            if step > trial.burn_in and (step - trial.burn_in) % trial.gap == 0 and len(self.draws["test"]) < trial.num_draws:
+            is_draw = step > trial.burn_in and (step - trial.burn_in) % trial.gap == 0
+            if is_draw and len(self.draws["test"]) < trial.num_draws and trial.method != "dropout":
+                self._draw(held)
+        if trial.method == "dropout":  # its draws are masks, at the last weights
+            for _ in range(trial.num_draws):
                 self._draw(held)
         if trial.method in ("adam", "sgd"):  # a point estimate: its last weights
             self.draws = {name: values[-1:] for name, values in self.draws.items()}
         found = self._found(window)
+        if isinstance(method, _Training) and isinstance(method.optimizer, ScaleAdaptedSGHMC):
+            found["silent"] = float(method.optimizer.silent())
         if sampler is not None and not isinstance(sampler.acceptance, AlwaysAccept):
             chain = float(sampler.mean_acceptance_rate * trial.steps - rates) / (trial.steps - trial.burn_in)
-            found |= _told(sampler, chain, ratios)
+            found |= _told(sampler, chain, _kappa(ratios, trial))
         return found
 
     def _start(self, tell: Callable[[int, int], None]) -> dict[str, Any] | None:
@@ -257,7 +267,7 @@ class _Run:
         data.restart(derive_seed(self._start_seed, 3))
         adam = _adam(self.net, trial)
         for step in range(1, trial.start + 1):
-            adam.step(self.loss, next(data))
+            adam.step(self.losses, next(data))
             if step % 100 == 0:
                 tell(step, trial.start + trial.steps)
         state = adam.state_dict()
@@ -267,7 +277,7 @@ class _Run:
     def _method(self, data: JetData) -> _Method:
         trial, net, num_data = self.trial, self.net, data.num_data
         if trial.method in ("adam", "dropout"):
-            return _Sampling(_adam(net, trial), self.loss)
+            return _Sampling(_adam(net, trial), self.losses)
         if trial.method == "sgd":
             return _Training(torch.optim.SGD(net.parameters(), lr=trial.lr), self.loss, self.device)
         if trial.method == "sghmc":
@@ -292,7 +302,7 @@ class _Run:
         if trial.method == "exact":
             burn_in = BurnIn(num_steps=trial.burn_in, target_acceptance=trial.target_acceptance)
             common["prior"] = Gaussian.fan_in(net, 2.0)
-            return _Sampling(Underdamped(net.named_parameters(), burn_in=burn_in, fixed_data=True, **common), self.loss)
+            return _Sampling(Underdamped(net.named_parameters(), burn_in=burn_in, fixed_data=True, **common), self.losses)
         test = TESTS[trial.test](trial.batch_size)
         if getattr(test, "needs_examples", False):
             common["examples"] = DataExamples(net, data, Loss(F.cross_entropy), self.device)
@@ -305,7 +315,7 @@ class _Run:
             acceptance=test,
             **common,
         )
-        return _Sampling(made, self.loss)
+        return _Sampling(made, self.losses)
 
     # --- what is looked at ----------------------------------------------------------------------------------------------------
 
@@ -334,7 +344,7 @@ class _Run:
 
     def _found(self, window: int) -> dict[str, Any]:
         return {
-            "loss": {"every": window, "values": torch.stack(self.losses).cpu().tolist()},
+            "loss": {"every": window, "values": torch.stack(self.curve).cpu().tolist()},
             "accuracy": {"steps": [s for s, _ in self.accuracies], "values": [a for _, a in self.accuracies]},
             "draws": judge(
                 torch.stack(self.draws["test"]), torch.stack(self.draws["others"]), self.jets.test, self.jets.others
@@ -342,16 +352,23 @@ class _Run:
         }
 
 
-def _told(sampler: Sampler, acceptance: float, ratios: list[Tensor]) -> dict[str, Any]:
+def _kappa(ratios: list[Tensor], trial: Trial) -> float | None:
+    """Of the proposal, from r = |u| / sigma: on a flat loss the acceptance would be 2 Phi(-kappa)."""
+    if not ratios or trial.method == "exact":
+        return None
+    r = torch.stack(ratios)
+    return float((r / (1 + (along(trial.sigma_delta) * r) ** 2).sqrt()).mean())
+
+
+def _told(sampler: Sampler, acceptance: float, kappa: float | None) -> dict[str, Any]:
     """What the sampler says about itself, since burn-in."""
     health = sampler.health()
-    log_q_ratio = float(torch.stack(ratios).mean()) if ratios else float("nan")
     return {
         "target": sampler.describe(),
         "verdict": health.verdict,
         "is_healthy": health.is_healthy,
         "acceptance": acceptance,
-        "kappa": max(0.0, -log_q_ratio / 2) ** 0.5,  # (Q has mean -2 kappa^2)
+        "kappa": kappa,
         "loss_influence": health.loss_influence,
         "noise": health.noise,
         "beta_eff": health.beta_eff,
@@ -388,7 +405,7 @@ class _Training:
     """Steps of an optimizer; on a GPU as one CUDA graph for each shape of the batch, after three steps as usual."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, loss: Callable[[Any], Tensor], device: torch.device) -> None:
-        self._optimizer, self._loss, self._is_cuda = optimizer, loss, device.type == "cuda"
+        self.optimizer, self._loss, self._is_cuda = optimizer, loss, device.type == "cuda"
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}
         self._steps = 0
 
@@ -413,10 +430,10 @@ class _Training:
         return loss.clone()
 
     def _usual(self, batch: Any) -> Tensor:
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         loss = self._loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
+        self.optimizer.step()
         return loss.detach()
 
 

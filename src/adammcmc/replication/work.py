@@ -100,15 +100,7 @@ def read_sets(preset: Preset, folder: str | Path | None = None) -> JetSets:
     if folder is None:
         both, others = read_jets(bundled("jets")), read_jets(bundled("others"))
     else:
-        folder = Path(folder)
-        missing = [name for name in ("train", "others") if not (folder / name).exists()]
-        if missing:
-            raise FileNotFoundError(
-                f"'{folder}' has no {' and no '.join(missing)}: make them with `adammcmc jets generate {folder}/train --jets "
-                f"{(preset.num_train + preset.num_test) // 2}` and `adammcmc jets generate {folder}/others --kinds all --pt "
-                f"500 1000 --flat --jets {preset.num_others}`."
-            )
-        both, others = read_jets(folder / "train"), read_jets(folder / "others")
+        both, others = (_read(Path(folder), name, preset) for name in ("train", "others"))
     both = both.of_kind("qcd", "top").shuffled(0)
     wanted = preset.num_train + preset.num_test
     if len(both) < wanted:
@@ -117,6 +109,17 @@ def read_sets(preset: Preset, folder: str | Path | None = None) -> JetSets:
         )
     few = [others[others.kind == kind][: preset.num_others] for kind in sorted(set(others.kind.tolist()))]
     return JetSets(both[: preset.num_train], both[preset.num_train : wanted], Jets.cat(few) if few else Jets.empty())
+
+
+def _read(folder: Path, name: str, preset: Preset) -> Jets:
+    for path in (folder / name, folder / f"{name}.npz"):
+        if path.exists():
+            return read_jets(path)
+    needed = {
+        "train": f"--jets {(preset.num_train + preset.num_test) // 2}",
+        "others": f"--jets {preset.num_others} --kinds all --pt 500 1000 --flat",
+    }
+    raise FileNotFoundError(f"'{folder}' has no {name}: make it with `adammcmc jets generate {folder / name} {needed[name]}`.")
 
 
 def write_whole(path: Path, text: str) -> None:

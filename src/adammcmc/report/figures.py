@@ -9,7 +9,10 @@ from numpy.typing import NDArray
 
 from adammcmc.report.drawing import MUTED, SERIES, Drawing, axes
 
-__all__ = ["acceptance", "coverage", "reliability", "risk", "spreads", "trace"]
+__all__ = ["NAMES", "acceptance", "coverage", "reliability", "risk", "spreads", "trace"]
+
+NAMES = ("potential", "loss", "acceptance", "reliability", "risk", "coverage", "spread")
+"""Of the files of all figures that a report may have, without ending."""
 
 Array = NDArray[numpy.float64]
 _MOST_CHAINS = 6  # by name and colour; more are drawn in one colour, without names
@@ -41,7 +44,7 @@ def trace(name: str, title: str, label: str, steps: Mapping[int, Array], values:
             half = len(y) // 2
             first, last = (float(numpy.mean(part)) if len(part) else float("nan") for part in (y[:half], y[half:]))
             parts.append(f"Chain {chain}: mean {first:.4g} in the first half, {last:.4g} in the second.")
-        made.append(f"{label} of {len(values)} chains against the step.")
+        made.append(f"{label} of {len(values)} chain{'s' * (len(values) != 1)} against the step.")
         made += parts
     drawing: Drawing = made[0]
     return drawing
@@ -54,7 +57,10 @@ def acceptance(steps: Mapping[int, Array], values: Mapping[int, Array]) -> Drawi
         ax.set(xlabel="step", ylabel="share accepted", ylim=(-0.03, 1.03))
         means = [float(numpy.mean(y)) for y in values.values()]
         low, high = min(means), max(means)
-        made.append(f"The share accepted of {len(values)} chains; their means lie between {low:.2f} and {high:.2f}.")
+        if len(values) == 1:
+            made.append(f"The share accepted of one chain; its mean is {low:.2f}.")
+        else:
+            made.append(f"The share accepted of {len(values)} chains; their means lie between {low:.2f} and {high:.2f}.")
     drawing: Drawing = made[0]
     return drawing
 
@@ -100,7 +106,8 @@ def spreads(label: str, groups: Mapping[str, Array]) -> Drawing:
             weights = numpy.full(len(values), 1 / len(values))
             ax.hist(values.clip(0, top), bins=bins, weights=weights, histtype="step", color=SERIES[i], lw=1.4, label=name)  # type: ignore[arg-type]
             low, middle, high = numpy.quantile(values, [0.25, 0.5, 0.75])
-            made.append(f"{name} ({len(values)} examples): median {middle:.3g}, quartiles {low:.3g} and {high:.3g}.")
+            number = f"{len(values)} example{'s' * (len(values) != 1)}"
+            made.append(f"{name} ({number}): median {middle:.3g}, quartiles {low:.3g} and {high:.3g}.")
         ax.set(xlabel=label, ylabel="share of examples")
         ax.legend(loc="upper right", fontsize=9)
     drawing: Drawing = made[0]

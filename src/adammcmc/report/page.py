@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import math
+import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from adammcmc.calibration import ClassScores, ValueScores, score, uncertainties
+from adammcmc.calibration import ClassScores, Measured, ValueScores, score, uncertainties
 from adammcmc.data import Data
 from adammcmc.report import figures
 from adammcmc.report.drawing import THEME, Drawing
@@ -108,11 +109,15 @@ def write_report(
         target=posterior.target,
         sections=sections,
         folder=folder.name,
+        address=urllib.parse.quote(folder.name),
         version=manifest["versions"]["adammcmc"],
     )
     folder.mkdir(exist_ok=True)
+    for name in figures.NAMES:  # those of an earlier report, which this one may not have
+        (folder / f"{name}.svg").unlink(missing_ok=True)
     for section in sections:
         for drawing in section.drawings:
+            assert drawing.name in figures.NAMES
             (folder / f"{drawing.name}.svg").write_text(drawing.file, encoding="utf-8")
     path.write_text(page, encoding="utf-8")
     return path
@@ -171,9 +176,10 @@ def _agreement(summary: Summary) -> Section:
         for row in summary.rows
     ]
     text = (
-        "R-hat compares chains, and halves of chains: above 1.01 they have not mixed. ESS is how many independent draws these "
-        "are worth, for means (bulk) and for quantiles (tail). Predictions decide; weights of a layer are shown, not judged: "
-        "chains may agree in all they predict while their neurons are in another order."
+        "R-hat compares chains, and halves of chains: above 1.01, and above what chance explains for so few draws, they have "
+        "not mixed. ESS is how many independent draws these are worth, for means (bulk) and for quantiles (tail). Predictions "
+        "decide; weights of a layer are shown, not judged: chains may agree in all they predict while their neurons are in "
+        "another order."
     )
     heads = ["", "mean", "R-hat", "bulk ESS", "tail ESS", "verdict"]
     return Section("agreement", "Do the chains agree?", [text], tables=[Table("R-hat and effective draws", heads, rows)])
@@ -266,18 +272,18 @@ def _answers(prediction: Prediction, names: Sequence[str] | None) -> list[Sectio
                 figures.risk({name: (c.coverage.numpy(), c.risk.numpy()) for name, c in scores.selective.items()}),
             ]
             numbers = [
-                ("accuracy", f"{scores.accuracy.value:.4f}"),
-                ("negative log likelihood", f"{scores.nll.value:.4f}"),
-                ("Brier score", f"{scores.brier.value:.4f}"),
-                ("calibration error", f"{scores.ece.value:.4f}"),
+                ("accuracy", _measured(scores.accuracy)),
+                ("negative log likelihood", _measured(scores.nll)),
+                ("Brier score", _measured(scores.brier)),
+                ("calibration error", _measured(Measured(scores.ece.value, scores.ece.error))),
                 ("of it by chance", f"{scores.ece.by_chance:.4f}"),
             ]
         else:
             levels, shares, errors = (numpy.array(x) for x in zip(*scores.coverage, strict=True))
             drawings = [figures.coverage(levels, shares, errors)]
-            numbers = [("root mean square error", f"{scores.rmse.value:.4g}")]
+            numbers = [("root mean square error", _measured(scores.rmse))]
             if scores.nll is not None:
-                numbers.append(("negative log likelihood", f"{scores.nll.value:.4f}"))
+                numbers.append(("negative log likelihood", _measured(scores.nll)))
         text = f"{_plural(scores.num_examples, 'held-out example')}: {scores.verdict}."
         sections.append(Section("calibration", "Is it right?", [text], numbers, drawings))
     known = uncertainties(prediction)
@@ -312,7 +318,7 @@ def _most_uncertain(
         if is_right is not None:
             row.append("yes" if bool(is_right[i]) else "no")
         rows.append(row)
-    return Table(f"The examples with the largest {by}", heads, rows)
+    return Table(f"The {'example' if len(rows) == 1 else 'examples'} with the largest {by}", heads, rows)
 
 
 def _short(x: Tensor) -> str:
@@ -340,6 +346,10 @@ def _plain(value: Any) -> str:
 
 def _number(value: float, form: str) -> str:
     return "–" if value is None or math.isnan(value) else format(value, form)
+
+
+def _measured(number: Measured) -> str:
+    return str(number).replace("+-", "±")
 
 
 def _title(posterior: Any) -> str:
