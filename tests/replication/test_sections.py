@@ -31,7 +31,7 @@ class Invented:
     """A work whose records are invented: acceptances as published for Algorithm 1 on the batch sum, far off for the others."""
 
     def __init__(self) -> None:
-        self.preset = replace(PRESETS["smoke"], thin=1, seeds=2, anchors=True)
+        self.preset = replace(PRESETS["smoke"], thin=1, seeds=2, anchors=True)  # (the number of points of h200)
         self.jets: JetSets = read_sets(PRESETS["smoke"])
 
     def records(self, trials: Sequence[Trial]) -> list[dict[str, Any]]:
@@ -77,6 +77,11 @@ def work() -> Invented:
 def results(work: Invented) -> dict[str, dict[str, Any]]:
     made = {name: rounded(figure.run(work.preset, work)) for name, (figure, _) in FIGURES.items()}
     return {name: json.loads(json.dumps(result, allow_nan=False)) for name, result in made.items()}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_result_is_a_small_file(name: str, results: dict[str, dict[str, Any]]) -> None:
+    assert len(json.dumps(results[name])) < 300_000
 
 
 @pytest.mark.parametrize("name", FIGURES)

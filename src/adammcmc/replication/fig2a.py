@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from adammcmc.replication import published
 from adammcmc.replication.drawing import LABELS, canvas, crosses, legend, line, points
 from adammcmc.replication.fig1 import WIDE
-from adammcmc.replication.rows import VERSIONS, rows, version
+from adammcmc.replication.rows import VERSIONS, lean, rows, version
 from adammcmc.replication.sections import RULE, Line, at, error_of, health, said, select, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.work import Work
@@ -42,9 +42,9 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
         version(preset, "printed, batch sum", sigma=2.0, sigma_delta=WIDE, network="particlenet"),
     ]
     return {
-        "by_delta": rows(work, by_delta),
-        "by_beta": rows(work, by_beta),
-        "anchors": rows(work, anchors, 1) if preset.anchors else [],
+        "by_delta": lean(rows(work, by_delta)),
+        "by_beta": lean(rows(work, by_beta)),
+        "anchors": lean(rows(work, anchors, 1)) if preset.anchors else [],
     }
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from adammcmc.replication import published
 from adammcmc.replication.drawing import LABELS, canvas, crosses, legend, points
 from adammcmc.replication.fig1 import WIDE
-from adammcmc.replication.rows import VERSIONS, rows, version
+from adammcmc.replication.rows import VERSIONS, lean, rows, version
 from adammcmc.replication.sections import RULE, Line, at, error_of, health, said, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
@@ -39,9 +39,9 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
         version(preset, "printed, batch sum", sigma=2.0, sigma_delta=0.0, network="particlenet"),
     ]
     return {
-        "with": rows(work, scan(preset, WIDE)),
-        "without": rows(work, scan(preset, 0.0)),
-        "anchors": rows(work, anchors, 1) if preset.anchors else [],
+        "with": lean(rows(work, scan(preset, WIDE))),
+        "without": lean(rows(work, scan(preset, 0.0))),
+        "anchors": lean(rows(work, anchors, 1)) if preset.anchors else [],
     }
 
 
