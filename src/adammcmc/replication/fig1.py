@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from adammcmc.replication import published
 from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, legend
 from adammcmc.replication.rows import bands, row, rows, seeds_of, version
-from adammcmc.replication.sections import RULE, Line, health, said, table
+from adammcmc.replication.sections import RULE, Line, health, of_anchors, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
 from adammcmc.replication.work import Work
@@ -41,11 +41,11 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
     for name in ("released", "printed, batch sum"):
         for sigma in (0.2, 2.0):
             chosen[f"{name}, sigma {sigma}"] = version(preset, name, sigma=sigma, sigma_delta=WIDE, looks=_LOOKS)
-    curves, table = {}, {}
+    curves, by_method = {}, {}
     for name, trial in chosen.items():
         records = work.records(seeds_of([trial], seeds))
-        curves[name], table[name] = bands(records), row(records)
-    return {"grid": grid, "curves": curves, "rows": table, "anchors": anchors(preset, work)}
+        curves[name], by_method[name] = bands(records), row(records)
+    return {"grid": grid, "curves": curves, "rows": by_method, "anchors": anchors(preset, work)}
 
 
 def anchors(preset: Preset, work: Work) -> list[dict[str, Any]]:
@@ -114,8 +114,7 @@ def section(result: dict[str, Any]) -> str:
         for name, accuracy in ((name, curves["accuracy"]["mean"]) for name, curves in result["curves"].items())
     ]
     text.append(f"Test accuracy lost from its best to the end of the run: {'; '.join(drops)}.")
-    text += [f"On the paper's network: {said(row)}" for row in result["anchors"]]
-    return "\n".join([*text, "", health(result["rows"].values())])
+    return "\n".join([*text, of_anchors(result["anchors"]), health(result["rows"].values())])
 
 
 def _label(name: str) -> str:

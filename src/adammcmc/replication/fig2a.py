@@ -9,7 +9,7 @@ from adammcmc.replication import published
 from adammcmc.replication.drawing import LABELS, canvas, crosses, legend, line, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.rows import VERSIONS, lean, rows, version
-from adammcmc.replication.sections import RULE, Line, at, error_of, health, said, select, table
+from adammcmc.replication.sections import RULE, Line, at, error_of, health, of_anchors, select, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.work import Work
 
@@ -113,8 +113,7 @@ def section(result: dict[str, Any]) -> str:
                 f"{LABELS[name].capitalize()}: acceptance less 2 Phi(-kappa), that of a flat loss, lies "
                 f"between {min(gaps):+.3f} and {max(gaps):+.3f} over the scan of sigma_Delta."
             )
-    text += [f"On the paper's network: {said(row)}" for row in result["anchors"]]
-    return "\n".join([*text, "", health(result["by_delta"])])
+    return "\n".join([*text, of_anchors(result["anchors"]), health(result["by_delta"])])
 
 
 def _of(result: dict[str, Any], *, is_delta: bool) -> tuple[list[dict[str, Any]], tuple[Any, Any]]:

@@ -8,7 +8,7 @@ from adammcmc.replication import published
 from adammcmc.replication.drawing import LABELS, canvas, crosses, legend, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.rows import VERSIONS, lean, rows, version
-from adammcmc.replication.sections import RULE, Line, at, error_of, health, said, select, shown, table
+from adammcmc.replication.sections import RULE, Line, at, error_of, health, of_anchors, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
 from adammcmc.replication.work import Work
@@ -92,5 +92,4 @@ def section(result: dict[str, Any]) -> str:
                 f"acceptance goes from {shown(low['acceptance'])} to {shown(high['acceptance'])} and 1 - accuracy from "
                 f"{shown(error_of(low['accuracy']))} to {shown(error_of(high['accuracy']))}."
             )
-    text += [*(f"On the paper's network: {said(row)}" for row in result["anchors"]), "", health(result["with"])]
-    return "\n".join(text)
+    return "\n".join([*text, of_anchors(result["anchors"]), health(result["with"])])

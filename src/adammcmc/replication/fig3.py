@@ -9,7 +9,7 @@ from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, crosses
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.fig2b import scan
 from adammcmc.replication.rows import VERSIONS, exact_settings, rows, version
-from adammcmc.replication.sections import RULE, Line, health, name_of, said, select, shown, table
+from adammcmc.replication.sections import RULE, Line, health, name_of, of_anchors, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
 from adammcmc.replication.work import Work
@@ -128,8 +128,7 @@ def section(result: dict[str, Any]) -> str:
     if len(result["exact"]) > 1:
         spreads = ", ".join(f"{shown(r['mean_spread'])} at {r['setting']['target_acceptance']:g}" for r in result["exact"])
         text.append(f"Exact chains, mean spread by target acceptance, which sets the length of their steps: {spreads}.")
-    text += [f"On the paper's network: {said(row)}" for row in result["anchors"]]
-    return "\n".join([*text, "", health([*result["scan"], *result["exact"]])])
+    return "\n".join([*text, of_anchors(result["anchors"]), health([*result["scan"], *result["exact"]])])
 
 
 def _middle(rows: list[dict[str, Any]]) -> dict[str, Any]:

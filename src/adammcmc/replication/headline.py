@@ -74,7 +74,7 @@ class _Size:
 _SIZES = {
     "smoke": _Size(200, 8, 1_200, 75, 8_000),
     "small": _Size(500, 16, 10_000, 200, 100_000),
-    "h200": _Size(1_000, 32, 20_000, 200, 400_000),
+    "h200": _Size(1_000, 64, 10_000, 200, 400_000),
 }
 _SIZES["paper"] = _SIZES["h200"]  # the posterior is small whatever the network is
 

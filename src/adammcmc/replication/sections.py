@@ -22,7 +22,7 @@ __all__ = [
     "health",
     "is_same",
     "name_of",
-    "said",
+    "of_anchors",
     "select",
     "shown",
     "table",
@@ -143,12 +143,16 @@ def health(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n" if by_name else ""
 
 
-def said(row: dict[str, Any]) -> str:
-    """A single setting in one sentence."""
-    return (
-        f"{LABELS.get(name_of(row), name_of(row))}, {where(row)}: acceptance {shown(row['acceptance'])}, accuracy "
-        f"{shown(row['accuracy'])}, mean spread {shown(row['mean_spread'])}."
-    )
+def of_anchors(rows: Sequence[dict[str, Any]]) -> str:
+    """What was run on the paper's network, a line for each setting."""
+    lines = ["", "On the paper's network:", ""]
+    for row in rows:
+        accepted = "" if row["acceptance"] is None else f"acceptance {shown(row['acceptance'])}, "
+        lines.append(
+            f"- {LABELS.get(name_of(row), name_of(row))}, {where(row)}: {accepted}accuracy {shown(row['accuracy'])}, "
+            f"mean spread {shown(row['mean_spread'])} ({row['seeds']} run{'s' if row['seeds'] > 1 else ''})."
+        )
+    return "\n".join(lines) + "\n" if rows else ""
 
 
 def where(row: dict[str, Any]) -> str:
@@ -156,4 +160,6 @@ def where(row: dict[str, Any]) -> str:
     setting = row["setting"]
     if setting["method"] == "exact":
         return f"lambda {setting['lam']:g}, target acceptance {setting['target_acceptance']}"
+    if setting["method"] not in ("released", "printed"):
+        return f"learning rate {setting['lr']:g}"
     return f"sigma {setting['sigma']:g}, sigma_Delta {setting['sigma_delta']:g}, lambda {setting['lam']:g}"
