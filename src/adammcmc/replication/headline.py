@@ -161,8 +161,9 @@ def section(result: dict[str, Any]) -> str:
         f"Widths are {' to '.join(f'{w:g}' for w in (WIDTHS[0], WIDTHS[-1]))} posterior standard deviations s, lr is "
         f"{result['lr']:g} s and sigma_along {result['sigma_along']:g}. Where lambda is varied, the paper's samplers keep "
         f"sigma ({result['width_of_lams']['paper']:g} s at lambda = 1) and lr, as in the paper; the steps of exact ones keep "
-        f"their ratio ({result['width_of_lams']['exact']:g}) to the posterior's width, as burn-in would set them. *As released* "
-        "is the script: lambda times the mean loss, and no prior; with a *summed loss* its proposals run on the others' target.",
+        f"their ratio ({result['width_of_lams']['exact']:g}) to the posterior's width, as burn-in would set them. *As "
+        "released* is the script: lambda times the mean loss, and no prior; with a *summed loss* its proposals run on the target "
+        "of the others.",
         "",
         *table,
         "",
