@@ -94,6 +94,21 @@ def test_the_chains_that_should_converge_do_and_the_page_says_which_do_not(resul
     assert not any(row["is_converged"] for row in stuck)
 
 
+@pytest.mark.parametrize("apart", [0.0, 0.3])
+def test_correlated_chains_that_agree_have_converged_and_others_have_not(apart: float) -> None:
+    """Autoregressive chains at rest, whose R-hat is above 1.01 only because their means scatter; then every other one moved."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(32, 1000, 25, generator=generator, dtype=torch.float64)
+    x = noise.clone()
+    for t in range(1, x.shape[1]):
+        x[:, t] = 0.9 * x[:, t - 1] + math.sqrt(1 - 0.81) * noise[:, t]
+    x[::2] += apart
+    judged = headline._judged(torch.sigmoid(x))
+    assert judged["rhat"] > 1.01
+    assert judged["ess"] > 100
+    assert judged["is_converged"] is (apart == 0.0)
+
+
 def test_the_figure_is_made_of_the_result_alone(result: Result, tmp_path: Path) -> None:
     figure = headline.draw(result)
     assert len(figure.axes) == 2
