@@ -6,6 +6,7 @@ verdict, and what its draws say about the test jets and about jets from elsewher
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -31,7 +32,7 @@ from adammcmc.sampler import Sampler
 from adammcmc.target import Gaussian, UniformBox, from_paper
 from adammcmc.tuning import BurnIn
 
-__all__ = ["METHODS", "JetSets", "Trial", "run_trial"]
+__all__ = ["METHODS", "TESTS", "JetSets", "Trial", "name_of", "run_trial"]
 
 METHODS = ("adam", "sgd", "sghmc", "released", "printed", "exact", "ensemble", "dropout")
 TESTS: dict[str, Callable[[int], Test]] = {
@@ -172,7 +173,7 @@ class _Method(Protocol):
 def run_trial(trial: Trial, jets: JetSets, device: torch.device, tell: Callable[[int, int], None]) -> dict[str, Any]:
     """Its record. `tell` is given the steps done and to do."""
     began = time.perf_counter()
-    record: dict[str, Any] = {"trial": asdict(trial)}
+    record: dict[str, Any] = {"trial": asdict(trial), "device": name_of(device)}
     if trial.method == "ensemble":
         record |= _run_ensemble(trial, jets, device, tell)
     else:
@@ -180,6 +181,11 @@ def run_trial(trial: Trial, jets: JetSets, device: torch.device, tell: Callable[
     record["seconds"] = time.perf_counter() - began
     rounding: dict[str, Any] = rounded(record)
     return rounding
+
+
+def name_of(device: torch.device) -> str:
+    """What it is, in words."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
 class _Run:

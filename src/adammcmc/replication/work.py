@@ -40,6 +40,7 @@ class Work:
         self.preset, self.folder, self.progress = preset, Path(folder), progress
         self.device = torch.device(preset.where)
         self._jets = jets
+        self._used: dict[str, Any] = {}
 
     @property
     def jets(self) -> JetSets:
@@ -60,7 +61,16 @@ class Work:
                     with suppress(BlockingIOError):  # another process is at it
                         found[name] = self.kept(name, run)
             time.sleep(0.1 if len(found) < len(set(names)) else 0)
+        self._used |= found
         return [found[name] for name in names]
+
+    def used(self) -> dict[str, Any]:
+        """What the trials that were asked for took: how many, on which devices, and the sum of their seconds."""
+        return {
+            "number": len(self._used),
+            "devices": sorted({record["device"] for record in self._used.values()}),
+            "seconds": round(sum(record["seconds"] for record in self._used.values()), 1),
+        }
 
     def kept(self, name: str, function: Callable[[], Any]) -> Any:
         """What `function` returned when it was first called under this name, in this folder: JSON.
