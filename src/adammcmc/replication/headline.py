@@ -72,7 +72,7 @@ class _Size:
 
 
 _SIZES = {
-    "smoke": _Size(200, 8, 2_000, 75, 8_000),
+    "smoke": _Size(200, 8, 1_500, 75, 8_000),
     "small": _Size(500, 16, 20_000, 200, 100_000),
     "h200": _Size(1_000, 32, 24_000, 200, 400_000),
 }
@@ -369,12 +369,9 @@ def _judged(predictions: Tensor) -> dict[str, Any]:
     # R-hat looks at the values and at their distances from the median, whose effective number is another
     folded = (logits - logits.flatten(0, 1).median(0).values).abs()
     rhat, ess = diagnostics.rhat(logits), torch.minimum(diagnostics.ess_bulk(logits), diagnostics.ess_bulk(folded))
-    # of each chain alone: that of all falls where they disagree, and would excuse it
-    own = [
-        torch.minimum(diagnostics.ess_bulk(x), diagnostics.ess_bulk(y))
-        for x, y in zip(logits[:, None], folded[:, None], strict=True)
-    ]
-    total = torch.stack(own).sum(0)
+    # of each chain alone, summed: that of all falls where they disagree, and would excuse it
+    alone = [x.transpose(0, 1).flatten(1)[None] for x in (logits, folded)]
+    total = torch.minimum(*(diagnostics.ess_bulk(x) for x in alone)).reshape(len(logits), -1).sum(0)
     # `rhat_by_chance` is for independent draws, whose R-hat is about 1; the means of correlated ones scatter by 2 C / ESS
     chance = diagnostics.rhat_by_chance(total, len(logits), len(rhat)).square() + 2 * len(logits) / total
     limit = (chance - 2 / logits.shape[1]).sqrt().clamp(1.01, 1.05)
