@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from adammcmc.replication import published
+from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, legend
 from adammcmc.replication.rows import bands, row, rows, seeds_of, version
+from adammcmc.replication.sections import RULE, Line, health, of_anchors, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
 from adammcmc.replication.work import Work
 
-__all__ = ["TITLE", "run"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["GRIDS", "TITLE", "WIDE", "draw", "run", "section"]
 
 TITLE = "Figure 1: training loss and test accuracy"
 WIDE = 3661.6
@@ -35,11 +41,11 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
     for name in ("released", "printed, batch sum"):
         for sigma in (0.2, 2.0):
             chosen[f"{name}, sigma {sigma}"] = version(preset, name, sigma=sigma, sigma_delta=WIDE, looks=_LOOKS)
-    curves, table = {}, {}
+    curves, by_method = {}, {}
     for name, trial in chosen.items():
         records = work.records(seeds_of([trial], seeds))
-        curves[name], table[name] = bands(records), row(records)
-    return {"grid": grid, "curves": curves, "rows": table, "anchors": anchors(preset, work)}
+        curves[name], by_method[name] = bands(records), row(records)
+    return {"grid": grid, "curves": curves, "rows": by_method, "anchors": anchors(preset, work)}
 
 
 def anchors(preset: Preset, work: Work) -> list[dict[str, Any]]:
@@ -52,3 +58,85 @@ def anchors(preset: Preset, work: Work) -> list[dict[str, Any]]:
         version(preset, name, sigma=2.0, sigma_delta=WIDE, network="particlenet") for name in ("released", "printed, batch sum")
     ]
     return rows(work, settings, 1)
+
+
+def draw(result: dict[str, Any]) -> Figure:
+    """The loss of the first quarter (logarithmic) and of the rest, and the test accuracy; bands from lowest to highest run."""
+    with canvas(1, 3, width=13.0, height=4.6) as (figure, axes):
+        for name, curves in result["curves"].items():
+            sampler, _, sigma = name.partition(", sigma ")
+            style: dict[str, Any] = {"color": COLOURS[sampler], "linestyle": "--" if sigma == "0.2" else "-", "linewidth": 1.6}
+            label = _label(name)
+            for one, what in zip(axes, ("loss", "loss", "accuracy"), strict=True):
+                steps, band = curves[what]["steps"], curves[what]
+                one.plot(steps, band["mean"], label=label, **style)
+                one.fill_between(steps, band["low"], band["high"], color=style["color"], alpha=0.18, linewidth=0)
+        first, whole, accuracy = axes
+        end = max(max(curves["loss"]["steps"]) for curves in result["curves"].values())
+        first.set_xscale("log")
+        first.set_yscale("log")
+        first.set_xlim(1, max(2.0, end / 4))
+        first.set_yticks([0.1, 0.2, 0.3, 0.5, 0.7, 1.0], ["0.1", "0.2", "0.3", "0.5", "0.7", "1"])
+        first.minorticks_off()
+        whole.set_xlim(end / 4, end)
+        for one in (first, whole):
+            one.set_ylabel("training loss of a batch (nats per jet)")
+            low, high = _limits(result, 0 if one is first else end / 4)
+            one.set_ylim(0.9 * low, min(1.05 * high, 1.2))
+        accuracy.set_ylabel("test accuracy")
+        accuracy.set_ylim(bottom=max(0.45, _lowest(result) - 0.02))
+        for one in axes:
+            one.set_xlabel("step")
+        legend(figure, axes)
+    return figure
+
+
+def section(result: dict[str, Any]) -> str:
+    """The loss at the end and the test accuracy, best and last, of each method."""
+    columns = ("this method", "released", "printed, batch sum")
+    lines = []
+    for name, numbers in published.FIG1.items():
+        own = {column: f"{column}, {name}" for column in columns[1:]} if name.startswith("sigma") else {columns[0]: name}
+        known = {column: method for column, method in own.items() if method in result["rows"]}
+        words = f"AdamMCMC, {name}" if name.startswith("sigma") else LABELS[name]
+        losses: dict[str, Value] = {column: result["rows"][method]["final_loss"] for column, method in known.items()}
+        loss = f"below {numbers['loss_at_most']:g}" if "loss_at_most" in numbers else numbers.get("loss", "follows Adam")
+        lines.append(Line(f"{words}: training loss at the end", loss, losses, 0.005))
+        for what, index in (("best", max), ("end", _last)):
+            ours: dict[str, Value] = {c: [index(result["curves"][m]["accuracy"]["mean"]), None] for c, m in known.items()}
+            lines.append(Line(f"{words}: test accuracy, {what}", numbers[what], ours, published.ERROR_READ_TO))
+    text = [table(lines, columns), RULE.format(read_to="0.002 in accuracy, 0.005 in loss"), ""]
+    for method, grid in result["grid"].items():
+        found = ", ".join(f"{entry['lr']:g} ({entry['accuracy']:.3f})" for entry in grid)
+        text.append(f"{LABELS[method]}: learning rates tried, with the accuracy at the end: {found}.")
+    drops = [
+        f"{_label(name)} {max(accuracy) - accuracy[-1]:.3f}"
+        for name, accuracy in ((name, curves["accuracy"]["mean"]) for name, curves in result["curves"].items())
+    ]
+    text.append(f"Test accuracy lost from its best to the end of the run: {'; '.join(drops)}.")
+    return "\n".join([*text, of_anchors(result["anchors"]), health(result["rows"].values())])
+
+
+def _label(name: str) -> str:
+    sampler, _, sigma = name.partition(", sigma ")
+    return LABELS[sampler] + (f", sigma {float(sigma):g}" if sigma else "")
+
+
+def _last(values: list[float]) -> float:
+    return values[-1]
+
+
+def _lowest(result: dict[str, Any]) -> float:
+    """Of the accuracies in the second half of all runs."""
+    return min(min(c["accuracy"]["low"][len(c["accuracy"]["low"]) // 2 :], default=0.5) for c in result["curves"].values())
+
+
+def _limits(result: dict[str, Any], start: float) -> tuple[float, float]:
+    """The lowest and the highest mean loss from this step on."""
+    values = [
+        value
+        for curves in result["curves"].values()
+        for step, value in zip(curves["loss"]["steps"], curves["loss"]["mean"], strict=True)
+        if step >= start and value is not None
+    ]
+    return min(values), max(values)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
+from adammcmc.replication import published
+from adammcmc.replication.drawing import LABELS, canvas, crosses, legend, line, points
 from adammcmc.replication.fig1 import WIDE
-from adammcmc.replication.rows import VERSIONS, rows, version
+from adammcmc.replication.rows import VERSIONS, lean, rows, version
+from adammcmc.replication.sections import RULE, Line, at, error_of, health, of_anchors, select, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.work import Work
 
-__all__ = ["TITLE", "run"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["SIGMAS", "TITLE", "draw", "flat_acceptance", "run", "section"]
 
 TITLE = "Figure 2a: acceptance and accuracy against sigma_Delta and beta"
 SIGMAS = (0.2, 2.0)
@@ -35,7 +42,86 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
         version(preset, "printed, batch sum", sigma=2.0, sigma_delta=WIDE, network="particlenet"),
     ]
     return {
-        "by_delta": rows(work, by_delta),
-        "by_beta": rows(work, by_beta),
-        "anchors": rows(work, anchors, 1) if preset.anchors else [],
+        "by_delta": lean(rows(work, by_delta)),
+        "by_beta": lean(rows(work, by_beta)),
+        "anchors": lean(rows(work, anchors, 1)) if preset.anchors else [],
     }
+
+
+def flat_acceptance(kappa: float) -> float:
+    """2 Phi(-kappa): what Algorithm 1's proposals are accepted with where the loss is flat."""
+    return math.erfc(kappa / math.sqrt(2))
+
+
+def draw(result: dict[str, Any]) -> Figure:
+    """Acceptance and 1 - accuracy against sigma_Delta (left half) and 1 - beta (right half), at both sigmas."""
+    with canvas(2, 4, width=12.5, height=7.0) as (figure, axes):
+        for column in range(4):
+            is_delta, sigma = column < 2, SIGMAS[column % 2]
+            rows, (accepted, errors) = _of(result, is_delta=is_delta)
+            above, below = axes[column], axes[4 + column]
+            for name in VERSIONS:
+                own = select(rows, name, sigma=sigma)
+                x = [_x(row, is_delta=is_delta) for row in own]
+                points(above, x, [row["acceptance"] for row in own], name)
+                points(below, x, [error_of(row["accuracy"]) for row in own], name)
+                if name != "released":  # whose proposals have another law
+                    flat = [None if row["kappa"] is None else flat_acceptance(row["kappa"][0]) for row in own]
+                    line(above, x, flat, name, label="2 Phi(-kappa): a flat loss" if name.endswith("data sum") else None)
+            crosses(above, accepted[sigma])
+            crosses(below, errors[sigma])
+            above.set_title(f"sigma {sigma:g}")
+            above.set_ylim(-0.03, 1.03)
+            below.set_ylim(0.0, 0.55)
+            for one in (above, below):
+                if is_delta:
+                    one.set_xscale("symlog", linthresh=1.0)
+                    one.set_xlim(-0.3, 1e7)
+                    one.set_xticks([0, 1e2, 1e4, 1e6])
+                else:
+                    one.set_xscale("log")
+                if column:
+                    one.tick_params(labelleft=False)
+            below.set_xlabel("sigma_Delta (nominal)" if is_delta else "1 - beta")
+        axes[0].set_ylabel("acceptance")
+        axes[4].set_ylabel("1 - accuracy of the posterior mean")
+        legend(figure, axes, columns=5)
+    return figure
+
+
+def section(result: dict[str, Any]) -> str:
+    """Published and ours, at each point of both scans."""
+    columns = list(VERSIONS)
+    lines = []
+    for is_delta in (True, False):
+        rows, (accepted, errors) = _of(result, is_delta=is_delta)
+        for sigma in SIGMAS:
+            for x in sorted({_x(row, is_delta=is_delta) for row in rows}):
+                here = [row for row in rows if _x(row, is_delta=is_delta) == x]
+                words = f"sigma {sigma:g}, {'sigma_Delta' if is_delta else '1 - beta'} {x:g}"
+                ours = at(here, "acceptance", sigma=sigma)
+                lines.append(Line(f"acceptance, {words}", accepted[sigma].get(x), ours, published.ACCEPTANCE_READ_TO))
+                if x in errors[sigma]:
+                    wrong = {name: error_of(value) for name, value in at(here, "accuracy", sigma=sigma).items()}
+                    lines.append(Line(f"1 - accuracy, {words}", errors[sigma][x], wrong, published.ERROR_READ_TO))
+    text = [table(lines, columns), RULE.format(read_to="0.02 in acceptance, 0.002 in accuracy"), ""]
+    for name in columns:
+        own = [row for row in select(result["by_delta"], name) if row["acceptance"] is not None and row["kappa"] is not None]
+        gaps = [row["acceptance"][0] - flat_acceptance(row["kappa"][0]) for row in own]
+        if gaps:
+            text.append(
+                f"{LABELS[name].capitalize()}: acceptance less 2 Phi(-kappa), that of a flat loss, lies "
+                f"between {min(gaps):+.3f} and {max(gaps):+.3f} over the scan of sigma_Delta."
+            )
+    return "\n".join([*text, of_anchors(result["anchors"]), health(result["by_delta"])])
+
+
+def _of(result: dict[str, Any], *, is_delta: bool) -> tuple[list[dict[str, Any]], tuple[Any, Any]]:
+    """The rows of one scan, and what was published of it."""
+    if is_delta:
+        return result["by_delta"], (published.FIG2A_DELTA_ACCEPTANCE, published.FIG2A_DELTA_ERROR)
+    return result["by_beta"], (published.FIG2A_BETA_ACCEPTANCE, published.FIG2A_BETA_ERROR)
+
+
+def _x(row: dict[str, Any], *, is_delta: bool) -> float:
+    return float(row["setting"]["sigma_delta"]) if is_delta else round(1 - row["setting"]["beta"], 6)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from adammcmc.replication import published
+from adammcmc.replication.drawing import LABELS, canvas, crosses, legend, points
 from adammcmc.replication.fig1 import WIDE
-from adammcmc.replication.rows import VERSIONS, rows, version
+from adammcmc.replication.rows import VERSIONS, lean, rows, version
+from adammcmc.replication.sections import RULE, Line, at, error_of, health, of_anchors, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
 from adammcmc.replication.work import Work
 
-__all__ = ["SIGMAS", "TITLE", "run", "scan"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["SIGMAS", "TITLE", "draw", "run", "scan", "section"]
 
 TITLE = "Figure 2b: acceptance and accuracy against sigma"
 SIGMAS = (0.2, 0.5, 1.0, 2.0, 4.0, 6.0, 10.0)
@@ -33,7 +39,57 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
         version(preset, "printed, batch sum", sigma=2.0, sigma_delta=0.0, network="particlenet"),
     ]
     return {
-        "with": rows(work, scan(preset, WIDE)),
-        "without": rows(work, scan(preset, 0.0)),
-        "anchors": rows(work, anchors, 1) if preset.anchors else [],
+        "with": lean(rows(work, scan(preset, WIDE))),
+        "without": lean(rows(work, scan(preset, 0.0))),
+        "anchors": lean(rows(work, anchors, 1)) if preset.anchors else [],
     }
+
+
+def draw(result: dict[str, Any]) -> Figure:
+    """Acceptance and 1 - accuracy against sigma; with noise along the step on the left, without on the right."""
+    with canvas(2, 2, height=7.2) as (figure, axes):
+        for column, which in enumerate(("with", "without")):
+            above, below = axes[column], axes[2 + column]
+            for name in VERSIONS:
+                own = select(result[which], name)
+                x = [row["setting"]["sigma"] for row in own]
+                points(above, x, [row["acceptance"] for row in own], name)
+                points(below, x, [error_of(row["accuracy"]) for row in own], name)
+            crosses(above, published.FIG2B_ACCEPTANCE[which])
+            crosses(below, published.FIG2B_ERROR[which])
+            above.set_title(f"{which} noise along the step (sigma_Delta {WIDE if which == 'with' else 0:g})")
+            above.set_ylabel("acceptance")
+            above.set_ylim(-0.03, 1.03)
+            below.set_ylabel("1 - accuracy of the posterior mean")
+            below.set_xlabel("sigma (nominal)")
+        legend(figure, axes)
+    return figure
+
+
+def section(result: dict[str, Any]) -> str:
+    """Published and ours, at each sigma."""
+    columns = list(VERSIONS)
+    lines = []
+    for which in ("with", "without"):
+        rows = result[which]
+        for sigma in sorted({row["setting"]["sigma"] for row in rows}):
+            words = f"{which} noise along the step, sigma {sigma:g}"
+            accepted = published.FIG2B_ACCEPTANCE[which].get(sigma)
+            lines.append(
+                Line(f"acceptance, {words}", accepted, at(rows, "acceptance", sigma=sigma), published.ACCEPTANCE_READ_TO)
+            )
+            if sigma in published.FIG2B_ERROR[which]:
+                ours = {name: error_of(value) for name, value in at(rows, "accuracy", sigma=sigma).items()}
+                error = published.FIG2B_ERROR[which][sigma]
+                lines.append(Line(f"1 - accuracy, {words}", error, ours, published.ERROR_READ_TO))
+    text = [table(lines, columns), RULE.format(read_to="0.02 in acceptance, 0.002 in accuracy"), ""]
+    for name in columns:
+        own = [row for row in select(result["with"], name) if row["acceptance"] is not None]
+        if len(own) > 1:
+            low, high = own[0], own[-1]
+            text.append(
+                f"{LABELS[name].capitalize()}, from sigma {low['setting']['sigma']:g} to {high['setting']['sigma']:g}, "
+                f"acceptance goes from {shown(low['acceptance'])} to {shown(high['acceptance'])} and 1 - accuracy from "
+                f"{shown(error_of(low['accuracy']))} to {shown(error_of(high['accuracy']))}."
+            )
+    return "\n".join([*text, of_anchors(result["anchors"]), health(result["with"])])

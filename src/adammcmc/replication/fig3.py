@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from adammcmc.replication import published
+from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, crosses, legend, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.fig2b import scan
-from adammcmc.replication.rows import exact_settings, rows, version
+from adammcmc.replication.rows import VERSIONS, exact_settings, rows, version
+from adammcmc.replication.sections import RULE, Line, health, name_of, of_anchors, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
 from adammcmc.replication.work import Work
 
-__all__ = ["TARGETS", "TITLE", "run", "yardsticks"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["GROUPS", "TARGETS", "TITLE", "draw", "run", "section", "yardsticks"]
 
 TITLE = "Figure 3: mean prediction and spread against sigma"
 TARGETS = (0.6, 0.85, 0.95)
@@ -44,3 +51,114 @@ def yardsticks(preset: Preset) -> list[Trial]:
         Trial.of(preset, "ensemble", num_draws=5, steps=max(2, preset.steps * 4 // 15)),
         Trial.of(preset, "ensemble", num_draws=5),
     ]
+
+
+GROUPS = {
+    "top, right": "top jets, taken for top",
+    "top, wrong": "top jets, taken for QCD",
+    "qcd, right": "QCD jets, taken for QCD",
+    "qcd, wrong": "QCD jets, taken for top",
+}
+QUALITY = {
+    "nll": "NLL (nats per jet)",
+    "ece": "calibration error (ECE)",
+    "coverage": "coverage of 90% bars",
+    "accuracy": "accuracy",
+}
+
+
+def draw(result: dict[str, Any]) -> Figure:
+    """Mean prediction and spread of each group against sigma; below, what the paper does not show, with the yardsticks."""
+    with canvas(3, 4, width=13.0, height=10.0) as (figure, axes):
+        for column, (group, title) in enumerate(GROUPS.items()):
+            for place, what, known in ((column, "mean", published.FIG3_MEAN), (4 + column, "spread", published.FIG3_SPREAD)):
+                for name in VERSIONS:
+                    own = select(result["scan"], name)
+                    x = [row["setting"]["sigma"] for row in own]
+                    points(axes[place], x, [row["groups"][group][what] for row in own], name)
+                _levels(axes[place], result["exact"], "groups", group, what)
+                crosses(axes[place], known[group])
+            axes[column].set_title(title)
+            axes[column].set_ylim(-0.03, 1.03)
+            axes[4 + column].set_ylim(bottom=-0.005)
+        for one, (what, title) in zip(axes[8:], QUALITY.items(), strict=True):
+            for name in VERSIONS:
+                own = select(result["scan"], name)
+                points(one, [row["setting"]["sigma"] for row in own], [row[what] for row in own], name)
+            _levels(one, [*result["exact"], *_single(result["yardsticks"])], what)
+            one.set_title(title)
+            one.set_xlabel("sigma (nominal)")
+        axes[0].set_ylabel("mean prediction")
+        axes[4].set_ylabel("spread (75% - 25%)")
+        axes[8].set_ylabel("on test jets")
+        legend(figure, axes)
+    return figure
+
+
+def section(result: dict[str, Any]) -> str:
+    """Spread and mean prediction of each group; then calibration, with the yardsticks."""
+    columns = [*VERSIONS, "exact"]
+    lines = []
+    for what, known in (("mean", published.FIG3_MEAN), ("spread", published.FIG3_SPREAD)):
+        for group, title in GROUPS.items():
+            for sigma, value in known[group].items():
+                rows = [row for row in result["scan"] if row["setting"]["sigma"] == sigma]
+                ours: dict[str, Value] = {name_of(row): row["groups"][group][what] for row in rows}
+                if ours:
+                    ours |= {"exact": _middle(result["exact"])["groups"][group][what]} if result["exact"] else {}
+                    word = "mean prediction" if what == "mean" else "spread"
+                    lines.append(Line(f"{word}, {title}, sigma {sigma:g}", value, ours, published.SPREAD_READ_TO))
+    others = [
+        "| | accuracy | NLL | ECE | coverage of 90% bars | mean spread | R-hat, median (worst) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    shown_rows = [row for name in VERSIONS for row in select(result["scan"], name)]
+    for row in [*shown_rows, *result["exact"], *result["exact, one start"], *result["yardsticks"]]:
+        agreement = f"{row['rhat']:.3f} ({row['worst_rhat']:.3f})" if row.get("rhat") else "–"
+        numbers = [shown(row[what]) for what in ("accuracy", "nll", "ece", "coverage", "mean_spread")]
+        others.append(f"| {_title(row)} | {' | '.join(numbers)} | {agreement} |")
+    text = [table(lines, columns), RULE.format(read_to="0.01"), "", *others, ""]
+    for name in VERSIONS:
+        own = [row for row in select(result["scan"], name) if row["mean_spread"] is not None]
+        if len(own) > 1:
+            text.append(
+                f"{LABELS[name].capitalize()}, mean spread: {shown(own[0]['mean_spread'])} at sigma "
+                f"{own[0]['setting']['sigma']:g}, {shown(own[-1]['mean_spread'])} at sigma {own[-1]['setting']['sigma']:g}."
+            )
+    if len(result["exact"]) > 1:
+        spreads = ", ".join(f"{shown(r['mean_spread'])} at {r['setting']['target_acceptance']:g}" for r in result["exact"])
+        text.append(f"Exact chains, mean spread by target acceptance, which sets the length of their steps: {spreads}.")
+    return "\n".join([*text, of_anchors(result["anchors"]), health([*result["scan"], *result["exact"]])])
+
+
+def _middle(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return rows[len(rows) // 2]
+
+
+def _single(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row of each method: of two ensembles the one at the compute of one chain, which comes first."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        found.setdefault(name_of(row), row)
+    return list(found.values())
+
+
+def _levels(axes: Axes, rows: list[dict[str, Any]], *path: str) -> None:
+    """What has no sigma: a level line at the number under this path."""
+    for row in rows:
+        value: Any = row
+        for key in path:
+            value = value[key]
+        if value is not None and value[0] is not None:
+            name = name_of(row)
+            axes.axhline(value[0], color=COLOURS[name], linestyle="--", linewidth=1.3, label=LABELS[name])
+
+
+def _title(row: dict[str, Any]) -> str:
+    name, setting = name_of(row), row["setting"]
+    if name in VERSIONS:
+        return f"{LABELS[name]}, sigma {setting['sigma']:g}"
+    if name == "exact":
+        start = "" if setting["start_seed"] is None else ", all from one start"
+        return f"{LABELS[name]}, target acceptance {setting['target_acceptance']:g}{start}"
+    return f"{LABELS[name]}, {setting['num_draws']} of {setting['steps']:,} steps" if name == "ensemble" else LABELS[name]

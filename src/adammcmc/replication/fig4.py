@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from adammcmc.replication import published
+from adammcmc.replication.drawing import LABELS, Value, canvas, legend, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.rows import bands, row, rows, seeds_of, version
+from adammcmc.replication.sections import Line, health, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import TESTS, Trial
 from adammcmc.replication.work import Work
 
-__all__ = ["TITLE", "run"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["TITLE", "draw", "run", "section"]
 
 TITLE = "Figure 4: full against stochastic correction"
 SMALLER = ((10.0, WIDE), (2.0, WIDE), (0.2, WIDE), (0.01, WIDE), (2.0, 370.0), (0.2, 370.0))
@@ -44,3 +50,98 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
         "smaller": rows(work, smaller),
         "num_data": preset.compared_data,
     }
+
+
+STARTS = ("from the start", "after burn-in")
+SCALES = ("printed, batch sum", "printed, data sum")
+
+
+def draw(result: dict[str, Any]) -> Figure:
+    """The loss under both corrections, from the start and after burn-in; acceptance; what each minibatch test looks at."""
+    with canvas(2, 3, width=13.0, height=7.6) as (figure, axes):
+        for i, scale in enumerate(SCALES):
+            for j, start in enumerate(STARTS):
+                one = axes[3 * i + j]
+                for test, colour in (("minibatch", "#d62728"), ("full", "#1f77b4")):
+                    band = result["curves"][f"{scale} | {start} | {test}"]
+                    one.plot(band["steps"], band["mean"], color=colour, linewidth=1.3, label=f"{test} correction")
+                    one.fill_between(band["steps"], band["low"], band["high"], color=colour, alpha=0.15, linewidth=0)
+                one.set_title(f"{LABELS[scale]}, {start}")
+                one.set_xlabel("step")
+                one.set_ylabel("training loss of a batch")
+        names = [f"{scale} | {start}" for scale in SCALES for start in STARTS]
+        for test, colour, shift in (("minibatch", "#d62728", -0.1), ("full", "#1f77b4", 0.1)):
+            values = [result["rows"][f"{name} | {test}"]["acceptance"] for name in names]
+            options: dict[str, Any] = {"color": colour, "linestyle": "", "marker": "o", "label": None}
+            points(axes[2], [k + shift for k in range(len(names))], values, "", **options)
+            axes[2].axhline(published.FIG4_ACCEPTANCE[test], color=colour, linestyle=":", label=f"published, {test}")
+        short = [f"{scale.split(', ')[1]},\n{when}" for scale in SCALES for when in ("start", "burned in")]
+        axes[2].set_xticks(range(len(names)), short)
+        axes[2].set_ylim(-0.03, 1.03)
+        axes[2].set_ylabel("acceptance")
+        tests = [tested["setting"]["test"] for tested in result["tests"]]
+        shares: list[Value] = [[_share(tested, result["num_data"]), None] for tested in result["tests"]]
+        bare: dict[str, Any] = {"linestyle": ""}
+        points(axes[5], range(len(tests)), [tested["acceptance"] for tested in result["tests"]], "acceptance", **bare)
+        points(
+            axes[5], range(len(tests)), shares, "part of the data that a decision looks at", marker="_", markersize=18, **bare
+        )
+        axes[5].set_xticks(range(len(tests)), tests, rotation=30)
+        axes[5].set_ylim(-0.03, 1.03)
+        axes[5].set_title("each test, sigma 0.2, sigma_Delta 1000")
+        legend(figure, axes, columns=3)
+    return figure
+
+
+def section(result: dict[str, Any]) -> str:
+    """Both corrections at both scales and starts; every minibatch test; smaller steps."""
+    columns = [f"{LABELS[scale]}, {start}" for scale in SCALES for start in STARTS]
+    keys = [f"{scale} | {start}" for scale in SCALES for start in STARTS]
+    lines = []
+    for test in ("minibatch", "full"):
+        rows = [result["rows"][f"{key} | {test}"] for key in keys]
+        accepted: dict[str, Value] = {column: row["acceptance"] for column, row in zip(columns, rows, strict=True)}
+        losses: dict[str, Value] = {column: row.get("final_loss") for column, row in zip(columns, rows, strict=True)}
+        lines.append(Line(f"acceptance, {test} correction", published.FIG4_ACCEPTANCE[test], accepted, 0.005))
+        lines.append(Line(f"loss at the end, {test} correction", published.FIG4_LOSS[0], losses, published.FIG4_LOSS[1]))
+    text = [
+        table(lines, columns),
+        "Ours: mean ± standard error over the seeds; both corrections at the same temperature. *Same*: within two errors, or "
+        f"0.005 in acceptance and {published.FIG4_LOSS[1]:g} in loss, as far as its batches scatter.",
+        "",
+    ]
+    for key in keys:
+        stochastic, full = (result["rows"][f"{key} | {test}"] for test in ("minibatch", "full"))
+        text.append(
+            f"{key.replace(' | ', ', ').capitalize()}: acceptance {shown(stochastic['acceptance'])} on minibatches and "
+            f"{shown(full['acceptance'])} on all data, loss at the end {shown(stochastic.get('final_loss'))} and "
+            f"{shown(full.get('final_loss'))}."
+        )
+    text += [
+        "",
+        _tests([*result["tests"]], result["num_data"], "test"),
+        _tests([*result["smaller"]], result["num_data"], "step"),
+    ]
+    return "\n".join([*text, health([*result["rows"].values(), *result["tests"]])])
+
+
+def _share(one: dict[str, Any], num_data: int) -> float:
+    """Of the data that one decision looks at: a minibatch test looks at its batch."""
+    looked = one["examples_per_step"]
+    known = looked is not None and looked[0] is not None
+    return float(looked[0] if known else one["setting"]["batch_size"]) / num_data
+
+
+def _tests(rows: list[dict[str, Any]], num_data: int, first: str) -> str:
+    """Acceptance, data looked at, noise of the log ratio, effective inverse temperature."""
+    table = [
+        f"| {first} | acceptance | data looked at | noise of the log ratio, sd | effective lambda / lambda | loss at the end |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in rows:
+        setting = one["setting"]
+        name = setting["test"] if first == "test" else f"sigma {setting['sigma']:g}, sigma_Delta {setting['sigma_delta']:g}"
+        numbers = [shown(one["acceptance"]), f"{_share(one, num_data):.3f}"]
+        numbers += [shown(one["noise"], 2), shown(one["beta_eff"]), shown(one.get("final_loss"))]
+        table.append(f"| {name} | {' | '.join(numbers)} |")
+    return "\n".join(table) + "\n"

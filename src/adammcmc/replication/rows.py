@@ -13,7 +13,7 @@ from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
 from adammcmc.replication.work import Work
 
-__all__ = ["VERSIONS", "Setting", "bands", "exact_settings", "row", "rows", "seeds_of", "version"]
+__all__ = ["VERSIONS", "Setting", "bands", "exact_settings", "lean", "row", "rows", "seeds_of", "version"]
 
 VERSIONS = {
     "released": {"method": "released", "scale": "mean"},
@@ -38,6 +38,7 @@ _TOLD = (
     "seconds",
 )
 _MEASURED = ("accuracy", "auc", "nll", "brier")
+_BULKY = ("groups", "reliability", "information", "others", "by_pt")
 _PLAIN = ("ece", "ece_by_chance", "coverage", "mean_spread", "sd_of_logit")
 
 
@@ -57,6 +58,11 @@ def rows(work: Work, settings: Sequence[Setting], seeds: int | None = None) -> l
     number = work.preset.seeds if seeds is None else seeds
     records = work.records(seeds_of(settings, number))
     return [row(records[i :: len(settings)]) for i in range(len(settings))]
+
+
+def lean(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows without what is said of single groups of jets, for figures that have many rows and do not show it."""
+    return [{name: value for name, value in found.items() if name not in _BULKY} for found in table]
 
 
 def row(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,128 @@
+"""What the figures share: one colour and one name for each sampler, points with errors, published values as black crosses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["COLOURS", "LABELS", "MARKERS", "Value", "canvas", "crosses", "legend", "line", "points"]
+
+COLOURS = {
+    "adam": "#7f7f7f",
+    "sgd": "#b8a98f",
+    "sghmc": "#9467bd",
+    "ensemble": "#8c564b",
+    "dropout": "#c97bb5",
+    "released": "#e6741d",
+    "released, data sum": "#f2b27c",
+    "printed, batch sum": "#4c9be8",
+    "printed, data sum": "#123f8c",
+    "exact": "#2a9d3f",
+    "exact, Theorem 1": "#8fc31f",
+    "exact, MALA": "#14b8a6",
+    "exact, underdamped": "#166534",
+}
+"""One for each sampler in all figures."""
+LABELS = {
+    "adam": "Adam",
+    "sgd": "SGD",
+    "sghmc": "sgHMC",
+    "ensemble": "deep ensemble",
+    "dropout": "dropout",
+    "released": "as released",
+    "released, data sum": "as released, summed loss",
+    "printed, batch sum": "as printed, batch sum",
+    "printed, data sum": "as printed, data sum",
+    "exact": "exact (underdamped, all data)",
+    "exact, Theorem 1": "exact: Theorem 1",
+    "exact, MALA": "exact: MALA",
+    "exact, underdamped": "exact: underdamped",
+}
+MARKERS = {
+    "released": "o",
+    "released, data sum": "P",
+    "printed, batch sum": "s",
+    "printed, data sum": "D",
+    "exact": "^",
+    "exact, Theorem 1": "v",
+    "exact, MALA": "<",
+    "exact, underdamped": "^",
+}
+Value = Sequence[float | None] | None
+"""[mean, standard error], either of which may be missing."""
+
+_STYLE: dict[Any, Any] = {
+    "figure.facecolor": "white",
+    "figure.dpi": 110,
+    "savefig.dpi": 110,
+    "font.size": 12,
+    "axes.titlesize": 12,
+    "legend.fontsize": 10.5,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "svg.hashsalt": "adammcmc",
+}
+
+
+@contextmanager
+def canvas(rows: int = 1, columns: int = 2, *, width: float = 11.0, height: float = 4.2) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A figure with so many axes (row by row), in the common style; what is drawn must be drawn inside the `with`."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def points(axes: Axes, x: Sequence[float], values: Sequence[Value], name: str, **options: Any) -> None:
+    """Means with errors, joined by a line. What is missing is left out; of a single seed there is no error to draw."""
+    known = [(at, v[0], v[1]) for at, v in zip(x, values, strict=True) if v is not None and v[0] is not None]
+    if not known:
+        return
+    style: dict[str, Any] = {
+        "color": COLOURS.get(name, "black"),
+        "marker": MARKERS.get(name, "o"),
+        "label": LABELS.get(name, name),
+        "markersize": 6,
+        "linewidth": 1.6,
+        "capsize": 3,
+    }
+    at, mean, error = zip(*known, strict=True)
+    axes.errorbar(at, mean, [e or 0.0 for e in error], **{**style, **options})
+
+
+def line(axes: Axes, x: Sequence[float], y: Sequence[float | None], name: str, **options: Any) -> None:
+    """A curve without points: theory."""
+    known = [(a, b) for a, b in zip(x, y, strict=True) if b is not None]
+    if known:
+        axes.plot(
+            *zip(*known, strict=True), **{"color": COLOURS.get(name, "black"), "linestyle": ":", "linewidth": 1.6, **options}
+        )
+
+
+def crosses(axes: Axes, published: dict[float, float], *, x_of: Any = float, label: str | None = "published") -> None:
+    """Published values: black crosses."""
+    if published:
+        x = [x_of(at) for at in published]
+        axes.plot(x, list(published.values()), linestyle="", marker="x", color="black", markersize=7, label=label, zorder=5)
+
+
+def legend(figure: Figure, axes: Sequence[Axes], *, columns: int = 4) -> None:
+    """One legend below all axes, each name once."""
+    found: dict[str, Any] = {}
+    for one in axes:
+        handles, labels = one.get_legend_handles_labels()
+        for handle, label in zip(handles, labels, strict=True):
+            found.setdefault(label, handle)
+    figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=columns)

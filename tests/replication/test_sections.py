@@ -1,0 +1,184 @@
+"""Figures and sections are made of numbers: invented ones here, with a known answer, at the number of points of a full run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from adammcmc.replication import drawing, fig1, fig2a, fig2b, fig3, fig4, ood, published, temperature
+from adammcmc.replication.measures import judge, rounded
+from adammcmc.replication.rows import VERSIONS
+from adammcmc.replication.sections import Line, is_same, name_of, shown, table, verdict
+from adammcmc.replication.settings import PRESETS, Preset
+from adammcmc.replication.trials import JetSets, Trial
+from adammcmc.replication.work import read_sets
+
+FIGURES: dict[str, tuple[ModuleType, int]] = {
+    "fig1": (fig1, 3), "fig2a": (fig2a, 8), "fig2b": (fig2b, 4), "fig3": (fig3, 12), "fig4": (fig4, 6), "ood": (ood, 4),
+    "temperature": (temperature, 3),
+}  # fmt: skip
+"""With the number of axes."""
+
+
+class Invented:
+    """A work whose records are invented: acceptances as published for Algorithm 1 on the batch sum, far off for the others."""
+
+    def __init__(self) -> None:
+        self.preset = replace(PRESETS["smoke"], thin=1, seeds=2, anchors=True)  # (the number of points of h200)
+        self.jets: JetSets = read_sets(PRESETS["smoke"])
+
+    def records(self, trials: Sequence[Trial]) -> list[dict[str, Any]]:
+        return [self.record(trial) for trial in trials]
+
+    def record(self, trial: Trial) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(trial.seed)
+        centre = self.jets.test.kind * 4.0 - 2
+        others = torch.zeros(len(self.jets.others))
+        number = 1 if trial.method in ("adam", "sgd") else 8
+        draws, elsewhere = (
+            torch.sigmoid(
+                at + torch.randn(len(at), generator=generator) + 0.3 * torch.randn(number, len(at), generator=generator)
+            )
+            for at in (centre, others)
+        )
+        found: dict[str, Any] = {
+            "trial": asdict(trial),
+            "loss": {"every": 1, "values": [0.7, 0.4, 0.3, 0.2]},
+            "accuracy": {"steps": [1, 2, 3], "values": [0.5, 0.9 + 0.001 * trial.seed, 0.8]},
+            "draws": judge(draws, elsewhere, self.jets.test, self.jets.others),
+            "seconds": 1.0,
+        }
+        if trial.method in ("released", "printed", "exact"):
+            accepted = published.FIG2B_ACCEPTANCE["with" if trial.sigma_delta else "without"].get(trial.sigma, 0.3)
+            shift = 0.001 * trial.seed if trial.scale == "batch_sum" else 0.15
+            found |= {
+                "acceptance": accepted + shift,
+                "kappa": 0.5,
+                "verdict": "something is wrong",
+                "is_healthy": trial.seed == 0,
+            }
+        rounding: dict[str, Any] = rounded(found)
+        return rounding
+
+
+@pytest.fixture(scope="module")
+def work() -> Invented:
+    return Invented()
+
+
+@pytest.fixture(scope="module")
+def results(work: Invented) -> dict[str, dict[str, Any]]:
+    made = {name: rounded(figure.run(work.preset, work)) for name, (figure, _) in FIGURES.items()}
+    return {name: json.loads(json.dumps(result, allow_nan=False)) for name, result in made.items()}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_result_is_a_small_file(name: str, results: dict[str, dict[str, Any]]) -> None:
+    assert len(json.dumps(results[name])) < 300_000
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_drawn_from_json(name: str, results: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    module, num_axes = FIGURES[name]
+    figure = module.draw(results[name])
+    assert len(figure.axes) == num_axes
+    assert all(axes.has_data() for axes in figure.axes)
+    figure.savefig(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 20_000
+    if name not in ("fig4", "fig1", "temperature"):
+        crosses = [
+            line for axes in figure.axes for line in axes.lines if line.get_marker() == "x" and line.get_color() == "black"
+        ]
+        assert crosses
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_section_is_a_table_and_sentences_without_gaps(name: str, results: dict[str, dict[str, Any]]) -> None:
+    text = FIGURES[name][0].section(results[name])
+    assert "None" not in text
+    assert "nan" not in text
+    assert text.splitlines()[0].startswith("|  | published |")
+    for block in text.split("\n\n"):
+        rows = [line for line in block.splitlines() if line.startswith("|")]
+        assert len({row.count("|") for row in rows}) <= 1, rows[:3]
+    assert "something is wrong" in text  # the verdict of a sampler
+    for version in {name_of(row) for row in _rows(results[name])} & set(VERSIONS):
+        assert f"- {drawing.LABELS[version]}: " in text
+
+
+def _rows(result: Any) -> list[dict[str, Any]]:
+    if isinstance(result, dict):
+        return [result] if "verdicts" in result else [row for value in result.values() for row in _rows(value)]
+    return [row for value in result for row in _rows(value)] if isinstance(result, list) else []
+
+
+def test_who_has_the_published_acceptance_is_found(results: dict[str, dict[str, Any]]) -> None:
+    text = fig2b.section(results["fig2b"])
+    lines = [line for line in text.splitlines() if line.startswith("| acceptance")]
+    assert len(lines) == 2 * len(fig2b.SIGMAS)
+    for line in lines:
+        assert line.endswith("| same: as printed, batch sum |"), line
+
+
+def test_half_of_the_chains_were_healthy(results: dict[str, dict[str, Any]]) -> None:
+    chains = 2 * len(fig2b.SIGMAS)
+    assert f"as released: {chains // 2} of {chains} chains healthy" in fig2b.section(results["fig2b"])
+
+
+@pytest.mark.parametrize(
+    ("ours", "published_value", "read_to", "expected"),
+    [
+        ([0.50, 0.01], 0.52, 0.0, True),  # two errors
+        ([0.50, 0.01], 0.5201, 0.0, False),
+        ([0.50, 0.001], 0.52, 0.02, True),  # as near as it can be read
+        ([0.50, 0.001], 0.521, 0.02, False),
+        ([0.50, None], 0.51, 0.02, True),  # of one seed only the reading counts
+        ([0.50, None], 0.51, 0.0, False),
+        (None, 0.5, 1.0, False),
+    ],
+)
+def test_the_rule(ours: Any, published_value: float, read_to: float, expected: bool) -> None:
+    assert is_same(ours, published_value, read_to) is expected
+
+
+def test_verdicts_in_words() -> None:
+    columns = ("released", "printed, batch sum")
+    near, far = [0.5, 0.001], [0.7, 0.001]
+    assert verdict(Line("", 0.5, {"released": near, "printed, batch sum": near}), columns) == "same"
+    assert verdict(Line("", 0.5, {"released": far, "printed, batch sum": near}), columns) == "same: as printed, batch sum"
+    assert verdict(Line("", 0.5, {"released": far}), columns) == "differs"
+    assert verdict(Line("", "in words", {"released": near}), columns) == "–"
+    assert verdict(Line("", 0.5, {"released": None}), columns) == "–"
+    rows = table([Line("what", 0.5, {"released": near})], columns).splitlines()
+    assert rows[-1] == "| what | 0.500 | 0.500 ± 0.001 | – | same |"
+    assert shown([0.12345, None], 2) == "0.12"
+
+
+def test_every_sampler_has_a_colour_and_a_name() -> None:
+    assert set(drawing.COLOURS) == set(drawing.LABELS)
+    assert len(set(drawing.COLOURS.values())) == len(drawing.COLOURS)
+    assert set(VERSIONS) < set(drawing.COLOURS)
+    assert set(drawing.MARKERS) < set(drawing.COLOURS)
+
+
+def test_2_phi_of_minus_kappa() -> None:
+    normal = torch.distributions.Normal(torch.zeros(()), torch.ones(()))
+    for kappa in (0.0, 0.5, 2.0):
+        assert fig2a.flat_acceptance(kappa) == pytest.approx(float(2 * normal.cdf(torch.tensor(-kappa))), abs=1e-6)
+
+
+def test_published_points_are_points_of_the_scans() -> None:
+    """Of each published curve at least five points are run, or as many as there are."""
+    preset: Preset = PRESETS["h200"]
+    assert len(set(preset.points(fig2b.SIGMAS)) & set(published.FIG2B_ACCEPTANCE["with"])) >= 5
+    assert len(set(fig2a.SIGMA_DELTAS) & set(published.FIG2A_DELTA_ACCEPTANCE[0.2])) >= 5
+    assert set(fig2a.ONE_MINUS_BETAS) == set(published.FIG2A_BETA_ACCEPTANCE[2.0])
+    assert len(set(ood.SIGMAS) & set(published.OOD_BY_SIGMA["training tops"])) >= 4
+    assert all(set(curve) >= {1.0} for curve in published.FIG3_SPREAD.values())
