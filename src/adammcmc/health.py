@@ -350,10 +350,9 @@ class Monitor:
         potential = _mean(column["potential"])
         draws = min(self.num_steps, variance / potential.error**2) if potential.error > 0 else 0.0
         draws = draws if knows_potential else math.nan
-        looked = mean["change_known"]
-        influence = (
-            math.nan if not looked > 0 else max(0.0, mean["change_square"] / looked - (mean["change"] / looked) ** 2) ** 0.5
-        )
+        influence = math.nan
+        if (looked := mean["change_known"]) > 0:
+            influence = math.sqrt(max(0.0, mean["change_square"] / looked - (mean["change"] / looked) ** 2))
         # where a proposal fell outside of the prior nothing was estimated
         noise = math.sqrt(mean["noise"] / mean["noise_known"]) if mean["noise_known"] > 0.5 else math.nan
         # at the root mean square, which forecasts the temperature better than the mean over the steps does
