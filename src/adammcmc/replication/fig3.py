@@ -80,7 +80,7 @@ def draw(result: dict[str, Any]) -> Figure:
                 crosses(axes[place], known[group])
             axes[column].set_title(title)
             axes[column].set_ylim(-0.03, 1.03)
-            axes[4 + column].set_ylim(bottom=-0.005)
+            axes[4 + column].set_ylim(-0.005, max(0.05, axes[4 + column].get_ylim()[1]))
         for one, (what, title) in zip(axes[8:], QUALITY.items(), strict=True):
             for name in VERSIONS:
                 own = select(result["scan"], name)

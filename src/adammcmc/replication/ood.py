@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from adammcmc.replication import published
-from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, crosses, legend, points
+from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, crosses, legend, log_ticks, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.fig3 import yardsticks
 from adammcmc.replication.rows import VERSIONS, exact_settings, rows, version
@@ -49,6 +49,8 @@ def draw(result: dict[str, Any]) -> Figure:
             crosses(one, published.OOD_BY_SIGMA[title])
             one.set_xscale("log")
             one.set_yscale("log")
+            log_ticks(one.xaxis)
+            log_ticks(one.yaxis)
             one.set_title(title)
             one.set_xlabel("sigma (nominal)")
             one.set_ylabel("mutual information (nats)")

@@ -1,7 +1,8 @@
 """What the sections of the page share: the table of published and measured numbers, its verdicts, and the health lines.
 
 The rule of a verdict: "same" if |ours - published| is at most two standard errors over the seeds, or as much as the published
-figure can be read to; else it differs. A number of a single seed has no error: for it the reading alone counts.
+figure can be read to; else it differs. A number of a single seed has no error: for it the reading alone counts. Where two
+errors are more than half of the published number (and more than the reading), nothing can be told.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = [
 
 RULE = (
     "Ours: mean ± standard error over the seeds. *Same*: within two errors of the published number, or as near as the "
-    "published figure can be read ({read_to})."
+    "published figure can be read ({read_to}). *Cannot tell*: two errors are more than half of the published number."
 )
 
 
@@ -73,6 +74,9 @@ def verdict(line: Line, columns: Sequence[str]) -> str:
     known = [(name, value) for name in columns if (value := line.ours.get(name)) is not None and value[0] is not None]
     if not known:
         return "–"
+    known = [(name, value) for name, value in known if not _is_vague(value, line.published, line.read_to)]
+    if not known:
+        return "cannot tell"
     agreeing = [LABELS.get(name, name) for name, value in known if is_same(value, line.published, line.read_to)]
     if len(agreeing) == len(known):
         return "same"
@@ -85,6 +89,10 @@ def is_same(ours: Value, published: float, read_to: float) -> bool:
         return False
     allowed = max(2 * (ours[1] or 0.0), read_to)
     return abs(ours[0] - published) <= allowed * (1 + 1e-9)
+
+
+def _is_vague(ours: Value, published: float, read_to: float) -> bool:
+    return ours is not None and 2 * (ours[1] or 0.0) > max(abs(published) / 2, read_to)
 
 
 def shown(value: Value, digits: int = 3) -> str:
