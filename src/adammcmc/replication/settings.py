@@ -81,8 +81,8 @@ class Preset:
 
 PRESETS = {
     "smoke": Preset(
-        "smoke", num_train=256, num_test=200, num_others=10, batch_size=16, steps=16, num_draws=4, seeds=1, thin=99,
-        anchors=False, compared_data=64, exact_data=32, exact_steps=30, exact_chains=2, precision="float32", device="cpu",
+        "smoke", num_train=128, num_test=80, num_others=4, batch_size=16, steps=8, num_draws=4, seeds=1, thin=99,
+        anchors=False, compared_data=64, exact_data=24, exact_steps=24, exact_chains=2, precision="float32", device="cpu",
     ),
     "small": Preset(
         "small", num_train=4_000, num_test=2_000, num_others=200, batch_size=128, steps=400, seeds=2, thin=2,

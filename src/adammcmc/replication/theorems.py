@@ -72,7 +72,7 @@ class _Size:
     """Of which the first half is dropped: the memory of 100 steps at beta = 0.99 makes a transient of about 500."""
 
 
-_LARGE = _Size(400_000, 1_000, (1, 5, 20, 100, 400), 2_000, 2_000)
+_LARGE = _Size(100_000, 1_000, (1, 5, 20, 100, 400), 400, 2_000)
 _SIZES = {
     "smoke": _Size(5_000, 600, (1, 20, 100), 100, 1_200),
     "small": _Size(40_000, 1_000, (1, 5, 20, 100, 400), 200, 2_000),

@@ -1,0 +1,221 @@
+"""Trials: the same settings give the same record, and a folder keeps it, whoever dies on the way."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from adammcmc.data import derive_seed
+from adammcmc.jets import Jets
+from adammcmc.jets.particlenet import ParticleNetLite
+from adammcmc.replication.measures import coverage, judge, over_seeds, rounded
+from adammcmc.replication.rows import rows, seeds_of
+from adammcmc.replication.settings import PAPER_PARAMS, PRESETS, preset
+from adammcmc.replication.trials import METHODS, TESTS, JetSets, Trial, run_trial
+from adammcmc.replication.work import Work, read_sets
+
+TINY = replace(PRESETS["smoke"], num_train=48, num_test=30, num_others=1, batch_size=12, steps=6, num_draws=3, exact_data=16)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def jets() -> JetSets:
+    return read_sets(TINY)
+
+
+@pytest.fixture(autouse=True)
+def _short_burn_in() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "burn-in reached")  # of the exact chains, which are far too short here
+        yield
+
+
+def run(trial: Trial, jets: JetSets) -> dict[str, Any]:
+    record = run_trial(trial, jets, CPU, lambda done, total: None)
+    record.pop("seconds")
+    return record
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_a_record_twice_the_same(method: str, jets: JetSets) -> None:
+    trial = Trial.exact(TINY, steps=9, burn_in=3, num_draws=3) if method == "exact" else Trial.of(TINY, method)
+    if method in ("released", "printed"):
+        trial = replace(trial, sigma=2.0, sigma_delta=3661.6)
+    record = run(trial, jets)
+    assert json.loads(json.dumps(record, allow_nan=False)) == run(trial, jets)
+    assert run(replace(trial, seed=1), jets)["draws"]["nll"] != record["draws"]["nll"]
+    assert record["draws"]["num_draws"] == (1 if method in ("adam", "sgd") else 3)
+    assert ("acceptance" in record) == (method in ("released", "printed", "exact"))
+
+
+def test_adam_is_torchs_adam(jets: JetSets) -> None:
+    """The baseline takes the steps of torch.optim.Adam, on the same batches and with the same masks of dropout."""
+    trial = Trial.of(TINY, "adam", steps=4)
+    torch.manual_seed(trial.seed)
+    net = ParticleNetLite().train()
+    data = jets.data("train", net, trial.num_jets, trial.batch_size)
+    data.restart(derive_seed(trial.seed, 2))
+    torch.manual_seed(derive_seed(trial.seed, 1))
+    adam, losses = torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.99, 0.99)), []
+    for _ in range(4):
+        cloud, labels = next(data)
+        adam.zero_grad()
+        loss = F.cross_entropy(net(cloud), labels)
+        loss.backward()
+        adam.step()
+        losses.append(float(loss.detach()))
+    assert run(trial, jets)["loss"]["values"] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("test", TESTS)
+def test_every_test_runs_in_evaluation_mode(test: str, jets: JetSets) -> None:
+    trial = Trial.of(
+        TINY, "printed", sigma=0.2, sigma_delta=1000.0, scale="data_sum", test=test, start=2, in_training_mode=False
+    )
+    record = run(trial, jets)
+    assert 0 <= record["acceptance"] <= 1
+    assert record["target"]
+
+
+def test_nominal_settings_are_divided_by_the_root_of_the_papers_size(jets: JetSets) -> None:
+    from adammcmc.replication.trials import _Run, _Sampling
+
+    trial = Trial.of(TINY, "released", sigma=2.0, sigma_delta=3661.6, scale="mean")
+    run = _Run(trial, jets, CPU)
+    method = run._method(jets.data("train", run.net, trial.num_jets, trial.batch_size))
+    assert isinstance(method, _Sampling)
+    group = method.sampler.param_groups[0]
+    assert group["sigma"] == pytest.approx(2 / math.sqrt(PAPER_PARAMS))
+    assert group["sigma_along"] == pytest.approx(6.051, abs=1e-3)
+    assert method.sampler.target.scale == pytest.approx(1.0)  # the mean of the batch, as the released script has it
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_trial_is_run_once(tmp_path: Path, jets: JetSets, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(trial: Trial, *args: Any) -> dict[str, Any]:
+        calls.append(trial)
+        return {"trial": asdict(trial), "value": math.nan, "device": "cpu", "seconds": 1.0}
+
+    monkeypatch.setattr("adammcmc.replication.work.run_trial", counted)
+    trials = [Trial("adam", seed=seed) for seed in (0, 1, 0)]
+    first = Work(TINY, tmp_path, jets, progress=False).records(trials)
+    again = Work(TINY, tmp_path, jets, progress=False)
+    assert again.records(trials) == first
+    assert [t.seed for t in calls] == [0, 1]
+    assert first[0]["value"] is None, "no NaN in the files"
+    assert again.used() == {"number": 2, "devices": ["cpu"], "seconds": 2.0}
+
+
+def test_other_jets_are_other_trials(tmp_path: Path, jets: JetSets, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"device": "cpu", "seconds": 1.0}
+    monkeypatch.setattr("adammcmc.replication.work.run_trial", lambda *args: record)
+    for sets in (jets, JetSets(jets.test, jets.train, jets.others)):
+        Work(TINY, tmp_path, sets, progress=False).records([Trial("adam")])
+    assert len(list((tmp_path / "trials").glob("*.json"))) == 2
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    work = Work(TINY, tmp_path, progress=False)
+    work.kept("a", lambda: 1)
+    (tmp_path / "trials" / "a.json").write_text("{")
+    with pytest.raises(ValueError, match=r"a\.json' is damaged .*remove it"):
+        work.kept("a", lambda: 1)
+
+
+def _take_long(folder: Path, started: Any) -> None:
+    def wait() -> int:
+        started.set()
+        time.sleep(60)
+        return 1
+
+    Work(TINY, folder, progress=False).kept("a", wait)
+
+
+def test_what_a_killed_process_was_at_is_done_by_another(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    started = context.Event()
+    process = context.Process(target=_take_long, args=(tmp_path, started))
+    process.start()
+    assert started.wait(60)
+    work = Work(TINY, tmp_path, progress=False)
+    with pytest.raises(BlockingIOError):
+        work.kept("a", lambda: 2)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    assert work.kept("a", lambda: 2) == 2
+
+
+def test_jets_that_are_missing_are_said_with_the_command(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no train: make it with `adammcmc jets generate .*train --jets 13000`"):
+        read_sets(PRESETS["h200"], tmp_path)
+    with pytest.raises(ValueError, match="needs 26,000 top and QCD jets, there are 12,000"):
+        read_sets(PRESETS["h200"])
+
+
+@pytest.mark.parametrize(("call", "words"), [
+    (lambda: Trial("sgld"), "no method 'sgld'"),
+    (lambda: Trial("printed", test="mini"), "no test 'mini'"),
+    (lambda: preset("large"), "no preset 'large'. Known: smoke, small, h200, paper"),
+])  # fmt: skip
+def test_unknown_names(call: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_means_over_seeds(tmp_path: Path, jets: JetSets) -> None:
+    work = Work(TINY, tmp_path, jets, progress=False)
+    settings = [Trial.of(TINY, "printed", sigma=sigma, sigma_delta=3661.6) for sigma in (0.2, 2.0)]
+    table = rows(work, settings, 3)
+    assert [r["setting"]["sigma"] for r in table] == [0.2, 2.0]
+    own = [r["acceptance"] for r in work.records([replace(settings[1], seed=seed) for seed in range(3)])]
+    mean, error = over_seeds(own) or (0.0, 0.0)
+    assert table[1]["acceptance"] == (mean, error)
+    assert mean == pytest.approx(sum(own) / 3)
+    assert [t.seed for t in seeds_of(settings, 2)] == [0, 0, 1, 1]
+
+
+def test_coverage_of_draws_that_know_and_of_draws_that_do_not() -> None:
+    generator = torch.Generator().manual_seed(0)
+    honest, wrong = [], []
+    for _ in range(20):
+        truth = torch.rand(4000, generator=generator)
+        labels = (torch.rand(4000, generator=generator) < truth).long()
+        shifts = 0.1 * torch.randn(10, 1, generator=generator)
+        honest.append(coverage(torch.sigmoid(torch.logit(truth) + shifts - shifts.mean()), labels))
+        wrong.append(coverage(torch.sigmoid(3 * torch.logit(truth) + shifts), labels))
+    # 400 bins, a little more than nine tenths: the draws' own spread comes on top of the binomial error
+    assert 0.88 <= sum(x or 0 for x in honest) / 20 <= 0.97
+    assert sum(x or 0 for x in wrong) / 20 <= 0.5
+    assert coverage(torch.rand(2, 4000, generator=generator), labels) is None
+
+
+def test_a_judgement_without_others_or_with_one_draw(jets: JetSets) -> None:
+    scores = torch.rand(3, len(jets.test), generator=torch.Generator().manual_seed(0))
+    alone = judge(scores, scores[:, :0], jets.test, Jets.empty())
+    assert "others" not in alone
+    assert alone["information"].keys() == {"qcd", "top"}
+    assert "information" not in judge(scores[:1], scores[:1, :0], jets.test, Jets.empty())
+
+
+def test_rounded_is_json() -> None:
+    assert rounded({"a": [1.23456789, math.inf, (2, "x")]}) == {"a": [1.23457, None, [2, "x"]]}
