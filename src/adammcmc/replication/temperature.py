@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from adammcmc.replication.drawing import LABELS, canvas, legend, log_ticks, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.rows import VERSIONS, exact_settings, rows, version
-from adammcmc.replication.sections import Line, at, health, of_anchors, select, shown, table
+from adammcmc.replication.sections import Line, at, exact_data, health, of_anchors, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.work import Work
 
@@ -88,4 +88,5 @@ def section(result: dict[str, Any]) -> str:
     ]
     if agreement:
         text.append(f"R-hat of the exact chains over test jets, median: {', '.join(agreement)}.")
+    text.append(exact_data(result["exact"], result["scan"]))
     return "\n".join([*text, of_anchors(result["anchors"]), health(every)])
