@@ -2,7 +2,7 @@
 
 The rule of a verdict: "same" if |ours - published| is at most two standard errors over the seeds, or as much as the published
 figure can be read to; else it differs. A number of a single seed has no error: for it the reading alone counts. Where two
-errors are more than half of the published number (and more than the reading), nothing can be told.
+errors are more than half of the published number (and more than the reading), agreement means nothing, and is not told.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 RULE = (
     "Ours: mean ± standard error over the seeds. *Same*: within two errors of the published number, or as near as the "
-    "published figure can be read ({read_to}). *Cannot tell*: two errors are more than half of the published number."
+    "published figure can be read ({read_to}). *Cannot tell*: so only because two errors are more than half of the published number."
 )
 
 
@@ -93,7 +93,13 @@ def is_same(ours: Value, published: float, read_to: float) -> bool:
 
 
 def _is_vague(ours: Value, published: float, read_to: float) -> bool:
-    return ours is not None and 2 * (ours[1] or 0.0) > max(abs(published) / 2, read_to)
+    """Whether it agrees only because its error is large."""
+    return (
+        ours is not None
+        and is_same(ours, published, read_to)
+        and not is_same([ours[0], None], published, read_to)
+        and 2 * (ours[1] or 0.0) > abs(published) / 2
+    )
 
 
 def shown(value: Value, digits: int = 3) -> str:
