@@ -154,6 +154,11 @@ def test_verdicts_in_words() -> None:
     assert verdict(Line("", 0.5, {"released": near, "printed, batch sum": near}), columns) == "same"
     assert verdict(Line("", 0.5, {"released": far, "printed, batch sum": near}), columns) == "same: as printed, batch sum"
     assert verdict(Line("", 0.5, {"released": far}), columns) == "differs"
+    vague = [0.6, 0.2]  # within two errors, which are more than half of what is published
+    assert verdict(Line("", 0.5, {"released": vague}), columns) == "cannot tell"
+    assert verdict(Line("", 0.5, {"released": vague, "printed, batch sum": far}), columns) == "differs"
+    assert verdict(Line("", 0.5, {"released": [0.5, 0.2]}, 0.02), columns) == "same"  # as near as it can be read
+    assert verdict(Line("", 0.05, {"released": [0.7, 0.02]}), columns) == "differs"
     assert verdict(Line("", "in words", {"released": near}), columns) == "–"
     assert verdict(Line("", 0.5, {"released": None}), columns) == "–"
     rows = table([Line("what", 0.5, {"released": near})], columns).splitlines()

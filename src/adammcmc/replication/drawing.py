@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "LABELS", "MARKERS", "Value", "canvas", "crosses", "legend", "line", "points"]
+__all__ = ["COLOURS", "LABELS", "MARKERS", "Value", "canvas", "crosses", "legend", "line", "log_ticks", "points"]
 
 COLOURS = {
     "adam": "#7f7f7f",
@@ -116,6 +117,15 @@ def crosses(axes: Axes, published: dict[float, float], *, x_of: Any = float, lab
     if published:
         x = [x_of(at) for at in published]
         axes.plot(x, list(published.values()), linestyle="", marker="x", color="black", markersize=7, label=label, zorder=5)
+
+
+def log_ticks(axis: Axis) -> None:
+    """Plain numbers at 1, 2 and 5 of each decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def legend(figure: Figure, axes: Sequence[Axes], *, columns: int = 4) -> None:

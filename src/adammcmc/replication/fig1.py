@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from adammcmc.replication import published
 from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, legend
 from adammcmc.replication.rows import bands, row, rows, seeds_of, version
-from adammcmc.replication.sections import RULE, Line, health, of_anchors, table
+from adammcmc.replication.sections import RULE, Line, health, of_anchors, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
 from adammcmc.replication.work import Work
@@ -61,16 +61,16 @@ def anchors(preset: Preset, work: Work) -> list[dict[str, Any]]:
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """The loss of the first quarter (logarithmic) and of the rest, and the test accuracy; bands from lowest to highest run."""
+    """The loss of the first quarter and (smoothed) of the rest, and the test accuracy; bands from lowest to highest run."""
     with canvas(1, 3, width=13.0, height=4.6) as (figure, axes):
         for name, curves in result["curves"].items():
             sampler, _, sigma = name.partition(", sigma ")
             style: dict[str, Any] = {"color": COLOURS[sampler], "linestyle": "--" if sigma == "0.2" else "-", "linewidth": 1.6}
             label = _label(name)
             for one, what in zip(axes, ("loss", "loss", "accuracy"), strict=True):
-                steps, band = curves[what]["steps"], curves[what]
-                one.plot(steps, band["mean"], label=label, **style)
-                one.fill_between(steps, band["low"], band["high"], color=style["color"], alpha=0.18, linewidth=0)
+                band = {key: _smooth(values) if one is axes[1] else values for key, values in curves[what].items()}
+                one.plot(band["steps"], band["mean"], label=label, **style)
+                one.fill_between(band["steps"], band["low"], band["high"], color=style["color"], alpha=0.12, linewidth=0)
         first, whole, accuracy = axes
         end = max(max(curves["loss"]["steps"]) for curves in result["curves"].values())
         first.set_xscale("log")
@@ -80,11 +80,12 @@ def draw(result: dict[str, Any]) -> Figure:
         first.minorticks_off()
         whole.set_xlim(end / 4, end)
         for one in (first, whole):
-            one.set_ylabel("training loss of a batch (nats per jet)")
+            one.set_ylabel("training loss of a batch (nats)")
             low, high = _limits(result, 0 if one is first else end / 4)
-            one.set_ylim(0.9 * low, min(1.05 * high, 1.2))
+            one.set_ylim(0.95 * low, min(1.02 * high, 1.2))
         accuracy.set_ylabel("test accuracy")
-        accuracy.set_ylim(bottom=max(0.45, _lowest(result) - 0.02))
+        means = [value for curves in result["curves"].values() for value in curves["accuracy"]["mean"]]
+        accuracy.set_ylim(sorted(means)[len(means) // 8] - 0.01, max(means) + 0.01)  # the first steps are left out
         for one in axes:
             one.set_xlabel("step")
         legend(figure, axes)
@@ -113,6 +114,9 @@ def section(result: dict[str, Any]) -> str:
         f"{_label(name)} {max(accuracy) - accuracy[-1]:.3f}"
         for name, accuracy in ((name, curves["accuracy"]["mean"]) for name, curves in result["curves"].items())
     ]
+    silent = result["rows"]["sghmc"].get("silent")
+    if silent is not None:
+        text.append(f"sgHMC adds no noise to {shown(silent)} of the weights: their gradients are too large for its step.")
     text.append(f"Test accuracy lost from its best to the end of the run: {'; '.join(drops)}.")
     return "\n".join([*text, of_anchors(result["anchors"]), health(result["rows"].values())])
 
@@ -126,9 +130,10 @@ def _last(values: list[float]) -> float:
     return values[-1]
 
 
-def _lowest(result: dict[str, Any]) -> float:
-    """Of the accuracies in the second half of all runs."""
-    return min(min(c["accuracy"]["low"][len(c["accuracy"]["low"]) // 2 :], default=0.5) for c in result["curves"].values())
+def _smooth(values: list[float], window: int = 15) -> list[float]:
+    """The mean of so many neighbours: batches scatter more than methods differ."""
+    window = min(window, len(values))
+    return [sum(values[i : i + window]) / window for i in range(len(values) - window + 1)]
 
 
 def _limits(result: dict[str, Any], start: float) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, crosses
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.fig2b import scan
 from adammcmc.replication.rows import VERSIONS, exact_settings, rows, version
-from adammcmc.replication.sections import RULE, Line, health, name_of, of_anchors, select, shown, table
+from adammcmc.replication.sections import RULE, Line, exact_data, health, name_of, of_anchors, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
 from adammcmc.replication.work import Work
@@ -80,7 +80,7 @@ def draw(result: dict[str, Any]) -> Figure:
                 crosses(axes[place], known[group])
             axes[column].set_title(title)
             axes[column].set_ylim(-0.03, 1.03)
-            axes[4 + column].set_ylim(bottom=-0.005)
+            axes[4 + column].set_ylim(-0.005, max(0.05, axes[4 + column].get_ylim()[1]))
         for one, (what, title) in zip(axes[8:], QUALITY.items(), strict=True):
             for name in VERSIONS:
                 own = select(result["scan"], name)
@@ -128,6 +128,7 @@ def section(result: dict[str, Any]) -> str:
     if len(result["exact"]) > 1:
         spreads = ", ".join(f"{shown(r['mean_spread'])} at {r['setting']['target_acceptance']:g}" for r in result["exact"])
         text.append(f"Exact chains, mean spread by target acceptance, which sets the length of their steps: {spreads}.")
+    text.append(exact_data(result["exact"], result["scan"]))
     return "\n".join([*text, of_anchors(result["anchors"]), health([*result["scan"], *result["exact"]])])
 
 

@@ -80,7 +80,7 @@ def draw(result: dict[str, Any]) -> Figure:
         axes[2].set_ylim(-0.03, 1.03)
         axes[2].set_ylabel("acceptance")
         tests = [tested["setting"]["test"] for tested in result["tests"]]
-        shares: list[Value] = [[_share(tested, result["num_data"]), None] for tested in result["tests"]]
+        shares: list[Value] = [[_share(tested), None] for tested in result["tests"]]
         bare: dict[str, Any] = {"linestyle": ""}
         points(axes[5], range(len(tests)), [tested["acceptance"] for tested in result["tests"]], "acceptance", **bare)
         points(
@@ -119,20 +119,20 @@ def section(result: dict[str, Any]) -> str:
         )
     text += [
         "",
-        _tests([*result["tests"]], result["num_data"], "test"),
-        _tests([*result["smaller"]], result["num_data"], "step"),
+        _tests(result["tests"], "test"),
+        _tests(result["smaller"], "step"),
     ]
     return "\n".join([*text, health([*result["rows"].values(), *result["tests"]])])
 
 
-def _share(one: dict[str, Any], num_data: int) -> float:
+def _share(one: dict[str, Any]) -> float:
     """Of the data that one decision looks at: a minibatch test looks at its batch."""
-    looked = one["examples_per_step"]
+    looked, setting = one["examples_per_step"], one["setting"]
     known = looked is not None and looked[0] is not None
-    return float(looked[0] if known else one["setting"]["batch_size"]) / num_data
+    return float(looked[0] if known else setting["batch_size"]) / float(setting["num_jets"])
 
 
-def _tests(rows: list[dict[str, Any]], num_data: int, first: str) -> str:
+def _tests(rows: list[dict[str, Any]], first: str) -> str:
     """Acceptance, data looked at, noise of the log ratio, effective inverse temperature."""
     table = [
         f"| {first} | acceptance | data looked at | noise of the log ratio, sd | effective lambda / lambda | loss at the end |",
@@ -141,7 +141,7 @@ def _tests(rows: list[dict[str, Any]], num_data: int, first: str) -> str:
     for one in rows:
         setting = one["setting"]
         name = setting["test"] if first == "test" else f"sigma {setting['sigma']:g}, sigma_Delta {setting['sigma_delta']:g}"
-        numbers = [shown(one["acceptance"]), f"{_share(one, num_data):.3f}"]
+        numbers = [shown(one["acceptance"]), f"{_share(one):.3f}"]
         numbers += [shown(one["noise"], 2), shown(one["beta_eff"]), shown(one.get("final_loss"))]
         table.append(f"| {name} | {' | '.join(numbers)} |")
     return "\n".join(table) + "\n"

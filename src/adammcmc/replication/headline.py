@@ -84,10 +84,8 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
     size = _SIZES[preset.name]
     layer = LastLayer(work.jets.train[: size.jets], work.jets.test[:200], work.device)
     name = f"{size.jets}-{size.chains}-{size.steps}-{work.jets.train.digest()}"
-    truth = work.kept(f"headline-truth-{name}", partial(_truth, layer, size))
-    rows = {
-        sampler: work.kept(f"headline-{_slug(sampler)}-{name}", partial(_rows, layer, sampler, size)) for sampler in SAMPLERS
-    }
+    functions = {f"headline-{_slug(sampler)}-{name}": partial(_rows, layer, sampler, size) for sampler in SAMPLERS}
+    *rows, truth = work.all_kept(functions | {f"headline-truth-{name}": partial(_truth, layer, size)}).values()
     return {
         "num_jets": len(layer.signed),
         "num_held_out": len(layer.held_out),
@@ -98,7 +96,7 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
         "sigma_along": ALONG,
         "width_of_lams": WIDTH_OF_LAMS,
         "truth": truth,
-        "rows": rows,
+        "rows": dict(zip(SAMPLERS, rows, strict=True)),
     }
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from adammcmc.replication import published
-from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, crosses, legend, points
+from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, crosses, legend, log_ticks, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.fig3 import yardsticks
 from adammcmc.replication.rows import VERSIONS, exact_settings, rows, version
-from adammcmc.replication.sections import RULE, Line, health, name_of, of_anchors, select, shown, table
+from adammcmc.replication.sections import RULE, Line, exact_data, health, name_of, of_anchors, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.work import Work
 
@@ -49,6 +49,8 @@ def draw(result: dict[str, Any]) -> Figure:
             crosses(one, published.OOD_BY_SIGMA[title])
             one.set_xscale("log")
             one.set_yscale("log")
+            log_ticks(one.xaxis)
+            log_ticks(one.yaxis)
             one.set_title(title)
             one.set_xlabel("sigma (nominal)")
             one.set_ylabel("mutual information (nats)")
@@ -108,6 +110,7 @@ def section(result: dict[str, Any]) -> str:
                 f"{LABELS[name].capitalize()}, mutual information of tops from elsewhere: {shown(first, 4)} at sigma "
                 f"{own[0]['setting']['sigma']:g}, {shown(last, 4)} at sigma {own[-1]['setting']['sigma']:g}."
             )
+    text.append(exact_data(result["exact"], result["scan"]))
     return "\n".join([*text, of_anchors(result["anchors"]), health([*result["scan"], *result["exact"]])])
 
 

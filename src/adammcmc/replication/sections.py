@@ -1,7 +1,8 @@
 """What the sections of the page share: the table of published and measured numbers, its verdicts, and the health lines.
 
 The rule of a verdict: "same" if |ours - published| is at most two standard errors over the seeds, or as much as the published
-figure can be read to; else it differs. A number of a single seed has no error: for it the reading alone counts.
+figure can be read to; else it differs. A number of a single seed has no error: for it the reading alone counts. Where two
+errors are more than half of the published number (and more than the reading), agreement means nothing, and is not told.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ __all__ = [
     "Line",
     "at",
     "error_of",
+    "exact_data",
     "health",
     "is_same",
     "name_of",
@@ -32,7 +34,7 @@ __all__ = [
 
 RULE = (
     "Ours: mean ± standard error over the seeds. *Same*: within two errors of the published number, or as near as the "
-    "published figure can be read ({read_to})."
+    "published figure can be read ({read_to}). *Cannot tell*: within two errors that are more than half of the published number."
 )
 
 
@@ -73,6 +75,9 @@ def verdict(line: Line, columns: Sequence[str]) -> str:
     known = [(name, value) for name in columns if (value := line.ours.get(name)) is not None and value[0] is not None]
     if not known:
         return "–"
+    known = [(name, value) for name, value in known if not _is_vague(value, line.published, line.read_to)]
+    if not known:
+        return "cannot tell"
     agreeing = [LABELS.get(name, name) for name, value in known if is_same(value, line.published, line.read_to)]
     if len(agreeing) == len(known):
         return "same"
@@ -85,6 +90,16 @@ def is_same(ours: Value, published: float, read_to: float) -> bool:
         return False
     allowed = max(2 * (ours[1] or 0.0), read_to)
     return abs(ours[0] - published) <= allowed * (1 + 1e-9)
+
+
+def _is_vague(ours: Value, published: float, read_to: float) -> bool:
+    """Whether it agrees only because its error is large."""
+    return (
+        ours is not None
+        and is_same(ours, published, read_to)
+        and not is_same([ours[0], None], published, read_to)
+        and 2 * (ours[1] or 0.0) > abs(published) / 2
+    )
 
 
 def shown(value: Value, digits: int = 3) -> str:
@@ -141,6 +156,17 @@ def health(rows: Iterable[dict[str, Any]]) -> str:
             f"At {where(middle)}: {middle['verdicts'][0]}."
         )
     return "\n".join(lines) + "\n" if by_name else ""
+
+
+def exact_data(exact: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> str:
+    """A sentence: exact chains have fewer jets than the others, which alone makes them wider and worse."""
+    if not exact or not others:
+        return ""
+    few, many = exact[0]["setting"], others[0]["setting"]
+    return (
+        f"Exact chains have {few['num_jets']:,} jets, all in each step; the others {many['num_jets']:,}, in batches of "
+        f"{many['batch_size']:,}."
+    )
 
 
 def of_anchors(rows: Sequence[dict[str, Any]]) -> str:

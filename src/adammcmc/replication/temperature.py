@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from adammcmc.replication.drawing import LABELS, canvas, legend, points
+from adammcmc.replication.drawing import LABELS, canvas, legend, log_ticks, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.rows import VERSIONS, exact_settings, rows, version
-from adammcmc.replication.sections import Line, at, health, of_anchors, select, shown, table
+from adammcmc.replication.sections import Line, at, exact_data, health, of_anchors, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.work import Work
 
@@ -52,6 +52,7 @@ def draw(result: dict[str, Any]) -> Figure:
             one.set_ylabel(title)
         axes[0].set_ylim(-0.03, 1.03)
         axes[1].set_yscale("log")
+        log_ticks(axes[1].yaxis)
         legend(figure, axes)
     return figure
 
@@ -87,4 +88,5 @@ def section(result: dict[str, Any]) -> str:
     ]
     if agreement:
         text.append(f"R-hat of the exact chains over test jets, median: {', '.join(agreement)}.")
+    text.append(exact_data(result["exact"], result["scan"]))
     return "\n".join([*text, of_anchors(result["anchors"]), health(every)])

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -53,14 +53,11 @@ class Work:
         """Of these trials, in this order; those that are not yet in the folder are run."""
         digest = self._digest()
         names = [_key(asdict(trial) | {"jets": digest}, trial.method) for trial in trials]
-        found: dict[str, Any] = {}
-        while len(found) < len(set(names)):
-            for number, (name, trial) in enumerate(zip(names, trials, strict=True)):
-                if name not in found:
-                    run = partial(self._run, trial, f"{trial.method} {number + 1}/{len(trials)}")
-                    with suppress(BlockingIOError):  # another process is at it
-                        found[name] = self.kept(name, run)
-            time.sleep(0.1 if len(found) < len(set(names)) else 0)
+        runs = {
+            name: partial(self._run, trial, f"{trial.method} {number + 1}/{len(trials)}")
+            for number, (name, trial) in enumerate(zip(names, trials, strict=True))
+        }
+        found = self.all_kept(runs)
         self._used |= found
         return [found[name] for name in names]
 
@@ -71,6 +68,17 @@ class Work:
             "devices": sorted({record["device"] for record in self._used.values()}),
             "seconds": round(sum(record["seconds"] for record in self._used.values()), 1),
         }
+
+    def all_kept(self, functions: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+        """`kept` of each of these, by name and in this order. Processes share them: what another one is at is waited for."""
+        found: dict[str, Any] = {}
+        while len(found) < len(functions):
+            for name, function in functions.items():
+                if name not in found:
+                    with suppress(BlockingIOError):  # another process is at it
+                        found[name] = self.kept(name, function)
+            time.sleep(0.1 if len(found) < len(functions) else 0)
+        return {name: found[name] for name in functions}
 
     def kept(self, name: str, function: Callable[[], Any]) -> Any:
         """What `function` returned when it was first called under this name, in this folder: JSON.
