@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ from adammcmc import (
     MALA,
     AdamMCMC,
     AlwaysAccept,
+    Barker,
     FullData,
     Gaussian,
     Health,
     Info,
+    Penalty,
     Sampler,
+    Sequential,
     TensorExamples,
     Underdamped,
     UniformBox,
@@ -107,6 +111,26 @@ def test_a_loss_without_a_say_is_named() -> None:
     health = run(sampler, lambda: per_example(model)().mean(), 600)
     assert "no influence" in kinds(health)
     assert "check num_data" in health.verdict
+
+
+@pytest.mark.parametrize("test", [FullData(), Barker(32), Sequential(0.05, 32), Penalty(32)], ids=str)
+def test_the_say_of_the_loss_is_known_where_the_test_looks_elsewhere(test: Any) -> None:
+    """Algorithm 1 with a test that does not evaluate the step's batch: the change of U is known all the same."""
+    model = network()
+    examples = TensorExamples(lambda a, b: F.cross_entropy(model(a), b, reduction="none"), X, Y)
+    options: dict[str, Any] = {"num_data": 64, "sigma": 3e-2, "sigma_along": 2.0, "prior": Gaussian(), "generator": seeded()}
+    sampler = AdamMCMC(model.parameters(), acceptance=test, examples=examples, **options)
+    health = run(sampler, per_example(model, slice(32)), 300)
+    assert health.loss_influence > 0.05
+    assert "no influence" not in kinds(health)
+
+
+def test_who_never_looks_at_the_loss_does_not_know_its_say() -> None:
+    model = network()
+    sampler = AdamMCMC(model.parameters(), num_data=64, sigma=1e-2, prior=Gaussian(), acceptance=AlwaysAccept())
+    health = run(sampler, per_example(model), 300)
+    assert math.isnan(health.loss_influence)
+    assert "no influence" not in kinds(health)
 
 
 def test_a_minibatch_test_is_too_hot_and_by_how_much() -> None:

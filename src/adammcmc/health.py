@@ -44,6 +44,7 @@ _SERIES = (
     "square",
     "change",
     "change_square",
+    "change_known",
     "noise",
     "noise_known",
     "finite",
@@ -99,7 +100,7 @@ class Health:
     temperatures: dict[str, float]
     """The same by layer."""
     loss_influence: float
-    """Standard deviation of lambda times the change of the summed loss over a proposal."""
+    """Standard deviation of lambda times the change of the summed loss over a proposal; NaN where no test looks at it."""
     noise: float
     """Root mean square noise s of the log ratio; 0 where it is exact, NaN where it is not known."""
     beta_eff: float
@@ -165,6 +166,8 @@ def _scales(scales: Sequence[Setting], like: Tensor) -> Setting:
 def _series(infos: Info, scale: Setting, *, by_chain: bool = False) -> Tensor:
     """(steps, series) from fields of shape (steps, chains), means over the chains; or (steps, chains, series)."""
     change = scale * (infos.proposed_loss - infos.loss)
+    # a test that looks at other examples than the step's batch knows the change of U, and not that of the batch
+    change = torch.where(change.isnan(), infos.log_q_ratio - infos.log_ratio, change)
     known = infos.log_ratio.isnan().logical_not().double()
     columns = {
         "accepted": infos.is_accepted,
@@ -175,6 +178,7 @@ def _series(infos: Info, scale: Setting, *, by_chain: bool = False) -> Tensor:
         "square": infos.potential.square(),
         "change": torch.where(change.isfinite(), change, 0.0),
         "change_square": torch.where(change.isfinite(), change.square(), 0.0),
+        "change_known": change.isfinite().double(),
         "noise": infos.log_ratio_noise.square().nan_to_num(nan=0.0),
         "noise_known": infos.log_ratio_noise.isnan().logical_not().double(),
         "finite": infos.is_finite,
@@ -346,7 +350,9 @@ class Monitor:
         potential = _mean(column["potential"])
         draws = min(self.num_steps, variance / potential.error**2) if potential.error > 0 else 0.0
         draws = draws if knows_potential else math.nan
-        influence = math.sqrt(max(0.0, mean["change_square"] - mean["change"] ** 2))
+        influence = math.nan
+        if (looked := mean["change_known"]) > 0:
+            influence = math.sqrt(max(0.0, mean["change_square"] / looked - (mean["change"] / looked) ** 2))
         # where a proposal fell outside of the prior nothing was estimated
         noise = math.sqrt(mean["noise"] / mean["noise_known"]) if mean["noise_known"] > 0.5 else math.nan
         # at the root mean square, which forecasts the temperature better than the mean over the steps does

@@ -62,13 +62,12 @@ def test_every_method_gives_a_record_twice_the_same(method: str, jets: JetSets) 
 
 
 def test_adam_is_torchs_adam(jets: JetSets) -> None:
-    """The baseline takes the steps of torch.optim.Adam, on the same batches and with the same masks of dropout."""
-    trial = Trial.of(TINY, "adam", steps=4)
+    """The baseline takes the steps of torch.optim.Adam, on the same batches (without dropout, whose masks are others)."""
+    trial = Trial.of(TINY, "adam", steps=4, in_training_mode=False)
     torch.manual_seed(trial.seed)
-    net = ParticleNetLite().train()
+    net = ParticleNetLite().eval()
     data = jets.data("train", net, trial.num_jets, trial.batch_size)
     data.restart(derive_seed(trial.seed, 2))
-    torch.manual_seed(derive_seed(trial.seed, 1))
     adam, losses = torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.99, 0.99)), []
     for _ in range(4):
         cloud, labels = next(data)
