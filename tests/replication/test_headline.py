@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,8 @@ def test_the_figure_is_made_of_the_result_alone(result: Result, tmp_path: Path) 
 
 
 def test_draws_of_the_last_layer_are_those_of_its_posterior() -> None:
-    sets = read_sets(PRESETS["smoke"])
-    layer = headline.LastLayer(sets.train[:150], sets.test)
+    sets = read_sets(replace(PRESETS["smoke"], num_train=150))
+    layer = headline.LastLayer(sets.train, sets.test)
     mode, covariance = layer.laplace(1.0)
     at = mode.clone().requires_grad_()
     (slope,) = torch.autograd.grad(layer.log_density(1.0, at[None]).sum(), at)

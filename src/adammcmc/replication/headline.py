@@ -13,7 +13,7 @@ nothing is due to minibatches. Widths are in units of s, the posterior's standar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from adammcmc.jets.observables import OBSERVABLES, observables
 from adammcmc.kernel import Info, Kernel
 from adammcmc.replication.drawing import COLOURS, LABELS, MARKERS, canvas, legend, points
 from adammcmc.replication.settings import Preset
-from adammcmc.replication.work import Work
+from adammcmc.replication.work import Work, read_sets
 from adammcmc.target import Density
 from adammcmc.tuning import momentum_spread
 
@@ -55,6 +55,7 @@ WIDTH_OF_LAMS = {"exact": 0.4, "paper": 0.1}
 """At which lambda is varied: exact samplers, in units of s at that lambda; the paper's, in units of s at lambda = 1."""
 LR, ALONG = 0.15, 3.0
 """lr in units of s; WIDTHS are then 0.7 to 7 times lr, in the paper 0.3 to 16. sigma_along has no unit."""
+_HELD_OUT = 200
 _PROBES = 25
 _GROUPS = 16  # of independent draws
 _LEAST_ESS = 100
@@ -80,10 +81,11 @@ _SIZES["paper"] = _SIZES["h200"]  # the posterior is small whatever the network 
 
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
-    """Each sampler over the widths at lambda = 1, and over the lambdas at one width."""
+    """Each sampler over the widths at lambda = 1, and over the lambdas at one width; on jets that come with the library."""
     size = _SIZES[preset.name]
-    layer = LastLayer(work.jets.train[: size.jets], work.jets.test[:200], work.device)
-    name = f"{size.jets}-{size.chains}-{size.steps}-{work.jets.train.digest()}"
+    jets = read_sets(replace(preset, num_train=size.jets, num_test=_HELD_OUT, num_others=1))
+    layer = LastLayer(jets.train, jets.test, work.device)
+    name = f"{size.jets}-{size.chains}-{size.steps}-{jets.train.digest()}"
     functions = {f"headline-{_slug(sampler)}-{name}": partial(_rows, layer, sampler, size) for sampler in SAMPLERS}
     *rows, truth = work.all_kept(functions | {f"headline-truth-{name}": partial(_truth, layer, size)}).values()
     return {

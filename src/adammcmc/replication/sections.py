@@ -34,7 +34,7 @@ __all__ = [
 
 RULE = (
     "Ours: mean ± standard error over the seeds. *Same*: within two errors of the published number, or as near as the "
-    "published figure can be read ({read_to}). *Cannot tell*: within two errors that are more than half of the published number."
+    "published figure can be read ({read_to}). *Cannot tell*: within errors that are more than half of the published number."
 )
 
 
