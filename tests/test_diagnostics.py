@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -112,3 +113,19 @@ def test_what_is_no_chain_is_refused() -> None:
         diagnostics.rhat(torch.zeros(7))
     with pytest.raises(TypeError, match="real"):
         diagnostics.ess_tail(torch.zeros(2, 7, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(("chains", "draws", "memory"), [(4, 400, 0.0), (4, 2000, 0.9), (32, 1000, 0.9), (8, 500, 0.5)])
+def test_what_chance_makes_of_rhat_also_where_draws_are_correlated(chains: int, draws: int, memory: float) -> None:
+    """Stationary AR(1) chains agree: no more than about 5% of them may exceed the limit."""
+    generator = torch.Generator().manual_seed(chains)
+    noise = torch.randn(chains, draws, 200, dtype=torch.float64, generator=generator)
+    x = torch.empty_like(noise)
+    x[:, 0] = noise[:, 0]
+    for k in range(1, draws):
+        x[:, k] = memory * x[:, k - 1] + math.sqrt(1 - memory**2) * noise[:, k]
+    own = torch.stack([torch.minimum(diagnostics.ess_bulk(chain[None]), diagnostics.ess_tail(chain[None])) for chain in x]).sum(
+        0
+    )
+    exceeded = float((diagnostics.rhat(x) > diagnostics.rhat_by_chance(own, chains, num_draws=draws)).double().mean())
+    assert exceeded < 0.05 + 4.5 * math.sqrt(0.05 * 0.95 / 200)

@@ -159,7 +159,7 @@ def test_chains_that_disagree_are_named() -> None:
     there = {name: x.clone() for name, x in model.state_dict().items()}
     other = {**there, "2.weight": there["2.weight"].flip(0), "2.bias": there["2.bias"].flip(0)}
     initial = [there, there, other, there]
-    posterior = sample(model, sampler=partial(adammcmc.MALA, step_size=1e-3), initial=initial, num_draws=40, gap=6, burn_in=0)
+    posterior = sample(model, sampler=partial(adammcmc.MALA, step_size=1e-3), initial=initial, num_draws=200, gap=6, burn_in=0)
     summary = posterior.summary(HELD_OUT)
     assert summary.grade == "sick"
     assert "chains disagree" in kinds(summary)

@@ -72,11 +72,14 @@ def mcse_mean(values: Tensor) -> Tensor:
     return _known(x.flatten(0, 1).std(0) / _ess(_halves(x)).sqrt(), x).reshape(shape)
 
 
-def rhat_by_chance(ess: Tensor, num_chains: int, count: int = 1) -> Tensor:
+def rhat_by_chance(ess: Tensor, num_chains: int, count: int = 1, *, num_draws: int | None = None) -> Tensor:
     """What R-hat stays below, in 95 of 100 cases, for chains that agree, given the effective number of their draws.
 
-    The means of 2 C half chains scatter: B / W is about chi^2 / (2 C - 1) with 2 C - 1 degrees of freedom. R-hat is the larger
-    of two numbers, and `count` of them are looked at: the 5% are shared among all (Bonferroni).
+    The means of 2 C half chains scatter: their variance over that of the draws is about (2 C / ess) chi^2 / (2 C - 1) with
+    2 C - 1 degrees of freedom, and R-hat^2 is 1 + that - 1 / N, N the draws in half a chain. R-hat is the larger of two
+    numbers, and `count` of them are looked at: the 5% are shared among all (Bonferroni).
+
+    `num_draws`: of each chain; None takes them for independent, as many as are effective.
 
     Example:
         >>> rhat_by_chance(torch.tensor([100.0, 400.0, 10_000.0]), num_chains=4).round(decimals=3)
@@ -87,7 +90,8 @@ def rhat_by_chance(ess: Tensor, num_chains: int, count: int = 1) -> Tensor:
     z = torch.special.ndtri(torch.tensor(1 - 0.05 / (2 * count), dtype=torch.float64))
     # Wilson and Hilferty's quantile of chi^2 / degrees
     ratio = (1 - 2 / (9 * degrees) + z * math.sqrt(2 / (9 * degrees))) ** 3
-    limit: Tensor = (1 + (ratio - 1) * half_chains / ess).sqrt()
+    scatter = half_chains / ess
+    limit: Tensor = (1 + ratio * scatter - (scatter if num_draws is None else 2 / num_draws)).sqrt()
     return limit
 
 

@@ -250,7 +250,7 @@ def _row(series: Series, *, alone: bool) -> Row:
     ratios, bulk, tail = of_parts(rhat), of_parts(ess_bulk), of_parts(ess_tail)
     # draws of each chain by itself: what chains disagree in must not excuse their disagreement
     own_ess = torch.stack([torch.minimum(ess_bulk(chain), ess_tail(chain)) for chain in single])
-    chance = rhat_by_chance(own_ess.sum(0), len(values), count)
+    chance = rhat_by_chance(own_ess.sum(0), len(values), count, num_draws=values.shape[1])
     limits = chance.clamp(_MIXED, _NEARLY_MIXED)
     worst = int(ratios.nan_to_num(nan=0.0).amax(0).argmax())
     ess = -_largest(-bulk), -_largest(-tail)

@@ -372,9 +372,8 @@ def _judged(predictions: Tensor) -> dict[str, Any]:
     # of each chain alone, summed: that of all falls where they disagree, and would excuse it
     alone = [x.transpose(0, 1).flatten(1)[None] for x in (logits, folded)]
     total = torch.minimum(*(diagnostics.ess_bulk(x) for x in alone)).reshape(len(logits), -1).sum(0)
-    # `rhat_by_chance` is for independent draws, whose R-hat is about 1; the means of correlated ones scatter by 2 C / ESS
-    chance = diagnostics.rhat_by_chance(total, len(logits), len(rhat)).square() + 2 * len(logits) / total
-    limit = (chance - 2 / logits.shape[1]).sqrt().clamp(1.01, 1.05)
+    chance = diagnostics.rhat_by_chance(total, len(logits), len(rhat), num_draws=logits.shape[1])
+    limit = chance.clamp(1.01, 1.05)
     is_converged = bool(((rhat <= limit) & (ess >= _LEAST_ESS)).all())  # (not where no chain ever moved: R-hat is NaN)
     return {
         "rhat": float(rhat.max()),
