@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from scipy import stats
 
-from adammcmc import AdamMCMC, FullData, Prior, TensorExamples, UniformBox, onepass, proposal
+from adammcmc import AdamMCMC, AsReleased, FullData, Prior, TensorExamples, UniformBox, onepass, proposal
 from adammcmc.acceptance import AlwaysAccept, Minibatch
 from adammcmc.compiled import CannotCompile, CompiledOnePass, library
 from adammcmc.direction import Adam, AdamMemory
@@ -536,3 +536,13 @@ def test_gradients_that_are_slices_are_taken() -> None:
         adam.step()
     for p, q in zip((a, b), twins, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_the_released_noise_is_not_made_by_the_compiler_of_c() -> None:
+    """fused=True on a CPU knows Algorithm 1's noise only: it must not be taken for the released code's."""
+    if DEVICE.type != "cpu":
+        pytest.skip("for the CPU")
+    model, x, y = problem()
+    sampler = AsReleased(model.parameters(), num_data=32, sigma=0.01, sigma_along=6.0, fused=True)
+    with pytest.raises(ValueError, match="the released code's noise is made so on a GPU only"):
+        sampler.step(lambda: F.cross_entropy(model(x), y))
