@@ -19,7 +19,7 @@ BEGIN = """\
 Every number that was published and that our jets can speak to, beside ours; what it means is in [The paper, replicated](replication.md). (This page is made from `replication/results/h200/*.json`: `python docs/replication_tables.py`.)
 
 The names: *as released* is the published code's proposal with its loss, the mean over a batch (`AsReleased`); *as printed* is Algorithm 1 (`AdamMCMC`) with the loss summed over the batch, or scaled to the sum over all data; *exact* is `Underdamped` on all data at once.
-sigma, sigma_Delta and lambda are the paper's nominal ones: [units](target.md).
+sigma, sigma_Delta and lambda are the paper's nominal ones: [units](target.md). Trials ran in eight processes at once, and figures share some of them: a figure's wall time is about an eighth of the minutes given.
 """
 
 

@@ -311,7 +311,7 @@ def replicate(
         folder = output or Path("replication") / "results" / preset
         for name in names:
             document = replicate(name, chosen, folder, jets=jets, workers=workers)
-            typer.echo(f"{document['title']}: {folder / name}.png ({document['wall_seconds']:.0f} s)")
+            typer.echo(f"{document['title']}: {folder / name}.png ({document['command_seconds']:.0f} s)")
 
 
 app.add_typer(jets_app, name="jets")

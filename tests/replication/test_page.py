@@ -60,7 +60,8 @@ def test_exact_chains() -> None:
 
 @pytest.mark.parametrize(("part", "wanted"), [
     ("yardsticks", {"method": "adam"}), ("yardsticks", {"method": "dropout"}),
-    ("yardsticks", {"method": "ensemble", "steps": 320}), ("yardsticks", {"method": "ensemble", "steps": 1200}), ("scan", {**RELEASED, "sigma": 0.2}),
+    ("yardsticks", {"method": "ensemble", "steps": 320}), ("yardsticks", {"method": "ensemble", "steps": 1200}),
+    ("scan", {**RELEASED, "sigma": 0.2}),
     ("scan", {**PRINTED["data sum"], "sigma": 0.2}), ("scan", {**PRINTED["data sum"], "sigma": 10.0}),
 ])  # fmt: skip
 def test_the_table_of_calibration(part: str, wanted: dict[str, Any]) -> None:

@@ -84,7 +84,7 @@ def replicate(
         "command": f"adammcmc replicate {figure} --preset {preset.name}" + ("" if jets is None else " --jets JETS"),
         "preset": asdict(preset),
         "seeds": list(range(preset.seeds)),
-        "wall_seconds": round(time.monotonic() - began, 1),
+        "command_seconds": round(time.monotonic() - began, 1),
         "trials": work.used(),
         "versions": {"adammcmc": adammcmc.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "result": result,
