@@ -33,11 +33,9 @@ def _part(document: dict[str, Any]) -> str:
     section = figure_module(name).section(document["result"]).strip()
     if trials["number"]:
         seeds = f"{len(document['seeds'])} seeds, {trials['number']} trials on {' and '.join(trials['devices'])}"
-        took = (
-            f"{seeds}, {trials['seconds'] / 60:.0f} minutes in all for one process after the other at the pace of eight at once"
-        )
+        took = f"{seeds}, {trials['seconds'] / 60:.0f} minutes summed over the processes"
     else:
-        took = f"{document['wall_seconds']:.0f} s on one core of a CPU"
+        took = f"{document['command_seconds'] / 60:.0f} minutes on a CPU"
     return f"\n## {document['title']}\n\n`{document['command']}`: {took}.\n\n![{document['title']}](assets/replication/{name}.png)\n\n{section}\n"
 
 
