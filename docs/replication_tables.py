@@ -32,7 +32,7 @@ def _part(document: dict[str, Any]) -> str:
     name, trials = document["figure"], document["trials"]
     section = figure_module(name).section(document["result"]).strip()
     if trials["number"]:
-        seeds = f"{len(document['seeds'])} seeds, {trials['number']} trials on {' and '.join(trials['devices'])}"
+        seeds = f"{len(trials['seeds'])} seeds, {trials['number']} trials on {' and '.join(trials['devices'])}"
         took = f"{seeds}, {trials['seconds'] / 60:.0f} minutes summed over the processes"
     else:
         took = f"{document['command_seconds'] / 60:.0f} minutes on a CPU"

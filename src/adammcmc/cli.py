@@ -281,7 +281,7 @@ def replicate(
         typer.Argument(
             help="headline, fig1, fig2a, fig2b, fig3, fig4, ood, lambda, theorems; or all.",
             show_default=False,
-            metavar="FIGURE...",
+            metavar="FIGURE",
         ),
     ],
     preset: Annotated[str, typer.Option(help="smoke (a minute), small (an hour), h200 (a GPU), paper (its sizes).")] = "smoke",
@@ -300,18 +300,21 @@ def replicate(
     Each figure is made of trials, which are kept one by one: a command that was stopped goes on, and figures share them.
     Writes FIGURE.json, FIGURE.png and FIGURE.md. What was found is in docs/replication.md.
     """
-    with _stopping(None):
+    folder = output or Path("replication") / "results" / preset
+    try:
         from adammcmc.replication.results import FIGURES, figure_module, replicate
         from adammcmc.replication.settings import preset as preset_of
 
         chosen = preset_of(preset)
-        names = list(FIGURES) if figures == ["all"] else figures
+        names = list(FIGURES) if "all" in figures else figures
         for name in names:
             figure_module(name)
-        folder = output or Path("replication") / "results" / preset
         for name in names:
             document = replicate(name, chosen, folder, jets=jets, workers=workers)
             typer.echo(f"{document['title']}: {folder / name}.png ({document['command_seconds']:.0f} s)")
+    except KeyboardInterrupt:
+        typer.echo(f"stopped; {folder} keeps the trials that were done. The same command goes on with the others.", err=True)
+        raise typer.Exit(130) from None
 
 
 app.add_typer(jets_app, name="jets")

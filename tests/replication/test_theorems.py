@@ -6,9 +6,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,32 +14,19 @@ import torch
 
 from adammcmc.replication import convergence, theorems
 from adammcmc.replication.convergence import NUM_BINS, Bound, Settings, bounds, distance, floor, inner_edges, log_density
+from adammcmc.replication.settings import PRESETS
+from adammcmc.replication.work import Work
 
-SMOKE = SimpleNamespace(name="smoke", where="cpu")
-
-
-class Kept:
-    """A work's folder in memory: what a function gave goes through JSON, and is not computed again."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-        self.num_made = 0
-
-    def kept(self, name: str, function: Callable[[], Any]) -> Any:
-        assert re.fullmatch(r"[\w.=-]+", name)  # a file may have this name
-        if name not in self.texts:
-            self.texts[name] = json.dumps(function(), allow_nan=False)
-            self.num_made += 1
-        return json.loads(self.texts[name])
+SMOKE = PRESETS["smoke"]
 
 
 @pytest.fixture(scope="module")
-def work() -> Kept:
-    return Kept()
+def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
+    return Work(SMOKE, tmp_path_factory.mktemp("theorems"), progress=False)
 
 
 @pytest.fixture(scope="module")
-def result(work: Kept) -> dict[str, Any]:
+def result(work: Work) -> dict[str, Any]:
     return theorems.run(SMOKE, work)
 
 
@@ -168,10 +153,10 @@ def test_less_memory_is_more_bias(result: dict[str, Any]) -> None:
     assert max(ratios[:2]) < 0.1 < ratios[-1] < 0.5
 
 
-def test_what_is_finished_is_kept(result: dict[str, Any], work: Kept) -> None:
-    before = work.num_made
+def test_what_is_finished_is_kept(result: dict[str, Any], work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_curve", "_energy", "_bounds"):
+        monkeypatch.setattr(theorems, name, lambda *args: pytest.fail("it was made again"))
     assert theorems.run(SMOKE, work) == result
-    assert work.num_made == before == len(work.texts)
 
 
 def test_the_result_is_json_and_draws(result: dict[str, Any]) -> None:

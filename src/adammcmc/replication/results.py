@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import platform
+import os
+import threading
 import time
+import warnings
 from dataclasses import asdict
 from importlib import import_module
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import torch
 
 import adammcmc
 from adammcmc.replication.measures import rounded
@@ -63,6 +64,8 @@ def replicate(
         progress: show bars.
     """
     folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"'{folder}' is a file: results need a folder.")
     folder.mkdir(parents=True, exist_ok=True)
     module = figure_module(figure)
     began = time.monotonic()
@@ -76,17 +79,21 @@ def replicate(
         work = Work(preset, folder, None if jets is None else read_sets(preset, jets), progress=progress)
         result = rounded(module.run(preset, work))
     finally:
+        died = [process.exitcode for process in others if process.exitcode]
         for process in others:
             process.terminate()
+    if died:
+        warnings.warn(
+            f"{len(died)} of {len(others)} workers died (exit codes {died}); their trials were run again.", stacklevel=2
+        )
     document = {
         "figure": figure,
         "title": module.TITLE,
         "command": f"adammcmc replicate {figure} --preset {preset.name}" + ("" if jets is None else " --jets JETS"),
         "preset": asdict(preset),
-        "seeds": list(range(preset.seeds)),
-        "command_seconds": round(time.monotonic() - began, 1),
+        "command_seconds": round(time.monotonic() - began, 1),  # (trials that were there took theirs before)
         "trials": work.used(),
-        "versions": {"adammcmc": adammcmc.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "adammcmc": adammcmc.__version__,
         "result": result,
     }
     write_whole(folder / f"{figure}.json", json.dumps(document, allow_nan=False) + "\n")
@@ -113,6 +120,14 @@ def read_result(path: str | Path) -> dict[str, Any]:
 
 
 def _help(figure: str, preset: Preset, folder: Path, jets: str | Path | None) -> None:
-    """Another process on the same trials."""
+    """Another process on the same trials; it ends with the one that started it, however that ends."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     work = Work(preset, folder, None if jets is None else read_sets(preset, jets), progress=False)
     figure_module(figure).run(preset, work)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch import Tensor
 from adammcmc import kernels
 from adammcmc.kernel import Info, Kernel
 from adammcmc.replication.convergence import NUM_BINS, Settings, bounds, distance, floor, log_density, starts
+from adammcmc.replication.drawing import COLOURS
+from adammcmc.replication.settings import Preset
+from adammcmc.replication.work import Work
 from adammcmc.target import Density
 
 if TYPE_CHECKING:
@@ -45,21 +48,6 @@ NEGLIGIBLE = 0.05
 """A total variation that a bound should get below."""
 
 
-class _Preset(Protocol):
-    """What is read of a preset."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def where(self) -> str: ...
-
-
-class _Work(Protocol):
-    """What is asked of the work's folder."""
-
-    def kept(self, name: str, function: Callable[[], Any]) -> Any: ...
-
-
 @dataclass(frozen=True)
 class _Size:
     chains: int
@@ -81,25 +69,26 @@ _SIZES = {
 }
 
 
-def run(preset: _Preset, work: _Work) -> dict[str, Any]:
+def run(preset: Preset, work: Work) -> dict[str, Any]:
     """Curves of the total variation, the bound of Theorem 2, and the bias of C = 1; what is finished is kept."""
     size, device = _SIZES[preset.name], torch.device(preset.where)
 
-    def keep(name: str, function: Callable[[], Any]) -> Any:
-        return work.kept(f"theorems-{preset.name}-{name}", function)
-
-    curves = []
+    parts: dict[str, Callable[[], Any]] = {
+        "wide": partial(_curve, _exact(WIDE, 0.0), size.chains, 100, device),
+        "bounds": _bounds,
+    }
     for beta in BETAS:
         for chain, make in (("exact", _exact), ("C = 1", _printed)):
-            measure = partial(_curve, make(SHORT, beta), size.chains, size.last, device)
-            found = keep(f"{chain.replace(' ', '')}-{beta}", measure)
-            curves.append({"chain": chain, "beta": beta, **found})
-    wide = keep("wide", partial(_curve, _exact(WIDE, 0.0), size.chains, 100, device))
-    bias = []
-    for dim in size.dimensions:
-        for beta in BETAS:
-            found = keep(f"bias-{dim}-{beta}", partial(_energy, dim, beta, size.bias_chains, size.bias_steps, device))
-            bias.append({"dimensions": dim, "beta": beta, **found})
+            parts[_curve_name(chain, beta)] = partial(_curve, make(SHORT, beta), size.chains, size.last, device)
+        for dim in size.dimensions:
+            parts[f"bias-{dim}-{beta}"] = partial(_energy, dim, beta, size.bias_chains, size.bias_steps, device)
+    prefix = f"theorems-{preset.name}-"
+    kept = work.all_kept({prefix + name: function for name, function in parts.items()})
+    found = {name.removeprefix(prefix): value for name, value in kept.items()}
+    curves = [
+        {"chain": chain, "beta": beta, **found[_curve_name(chain, beta)]} for beta in BETAS for chain in ("exact", "C = 1")
+    ]
+    bias = [{"dimensions": dim, "beta": beta, **found[f"bias-{dim}-{beta}"]} for dim in size.dimensions for beta in BETAS]
     level, spread = floor(size.chains)
     return {
         "chains": size.chains,
@@ -108,12 +97,16 @@ def run(preset: _Preset, work: _Work) -> dict[str, Any]:
         "short": {**asdict(SHORT), "momentum_spread": list(SHORT.momentum_spread)},
         "wide": {**asdict(WIDE), "momentum_spread": list(WIDE.momentum_spread)},
         "curves": curves,
-        "wide_curve": wide,
-        "bounds": keep("bounds", _bounds),
+        "wide_curve": found["wide"],
+        "bounds": found["bounds"],
         "bias_chains": size.bias_chains,
         "bias_steps": size.bias_steps,
         "bias": bias,
     }
+
+
+def _curve_name(chain: str, beta: float) -> str:
+    return f"{chain.replace(' ', '')}-{beta}"
 
 
 def _exact(settings: Settings, beta: float) -> Kernel:
@@ -207,7 +200,7 @@ def _bounds() -> dict[str, Any]:
 
 # --- the figure -----------------------------------------------------------------------------------------------------
 
-_EXACT, _PRINTED, _PAPER = "#009E73", "#003f7f", "#000000"
+_EXACT, _PRINTED, _PAPER = COLOURS["exact"], COLOURS["printed, data sum"], "#000000"
 _STYLES: dict[float, Any] = dict(zip(BETAS, ("-", "--", "-.", ":"), strict=True))
 _MARKERS = dict(zip(BETAS, "os^D", strict=True))
 

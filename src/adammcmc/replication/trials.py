@@ -173,7 +173,7 @@ class _Method(Protocol):
 def run_trial(trial: Trial, jets: JetSets, device: torch.device, tell: Callable[[int, int], None]) -> dict[str, Any]:
     """Its record. `tell` is given the steps done and to do."""
     began = time.perf_counter()
-    record: dict[str, Any] = {"trial": asdict(trial), "device": name_of(device)}
+    record: dict[str, Any] = {"trial": asdict(trial), "device": name_of(device), "torch": torch.__version__}
     if trial.method == "ensemble":
         record |= _run_ensemble(trial, jets, device, tell)
     else:

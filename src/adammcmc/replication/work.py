@@ -62,11 +62,15 @@ class Work:
         return [found[name] for name in names]
 
     def used(self) -> dict[str, Any]:
-        """What the trials that were asked for took: how many, on which devices, and the sum of their seconds."""
+        """Of the trials that were asked for: how many, their seeds, devices and versions, their seconds in all, their jets."""
+        records = self._used.values()
         return {
-            "number": len(self._used),
-            "devices": sorted({record["device"] for record in self._used.values()}),
-            "seconds": round(sum(record["seconds"] for record in self._used.values()), 1),
+            "number": len(records),
+            "seeds": sorted({record["trial"]["seed"] for record in records}),
+            "devices": sorted({record["device"] for record in records}),
+            "torch": sorted({record["torch"] for record in records}),
+            "seconds": round(sum(record["seconds"] for record in records), 1),
+            "jets": self._digest() if records else None,
         }
 
     def all_kept(self, functions: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
