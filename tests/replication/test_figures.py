@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,20 @@ def test_a_second_call_runs_nothing(made: tuple[Path, Answer], monkeypatch: pyte
 
 
 def test_workers_share_the_trials(made: tuple[Path, Answer], tmp_path: Path) -> None:
-    """Nothing is left to do for them here, but they start, read the jets and leave."""
+    """Some are missing: they are made again, by whom does not matter. (A worker that dies would warn.)"""
     folder, _ = made
-    (tmp_path / "trials").symlink_to(folder / "trials")
+    shutil.copytree(folder / "trials", tmp_path / "trials")
+    for path in sorted((tmp_path / "trials").glob("printed-*.json"))[:4]:
+        path.unlink()
     document = replicate("fig2b", PRESETS["smoke"], tmp_path, workers=2, progress=False)
-    assert document["result"] == read_result(folder / "fig2b.json")["result"]
+    again, before = (_without_seconds(x) for x in (document["result"], read_result(folder / "fig2b.json")["result"]))
+    assert again == before
+
+
+def _without_seconds(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {key: _without_seconds(value) for key, value in x.items() if key != "seconds"}
+    return [_without_seconds(value) for value in x] if isinstance(x, list) else x
 
 
 @pytest.mark.parametrize(("words", "says"), [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import runpy
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,6 @@ PRINTED = {"batch sum": {"method": "printed", "scale": "batch_sum"}, "data sum":
 RELEASED = {"method": "released"}
 
 
-@pytest.mark.parametrize("setting", [RELEASED, *PRINTED.values()], ids=["released", *PRINTED])
-def test_spreads(setting: dict[str, Any]) -> None:
-    for sigma in (0.2, 10.0):
-        assert _said(_row("fig3", "scan", sigma=sigma, **setting)["mean_spread"], 3) in PAGE
-    largest = _row("lambda", "scan", lam=1e3, **setting)["mean_spread"]
-    assert _said(largest, 3) in PAGE
-
-
 def test_exact_chains() -> None:
     for lam in (0.01, 0.1, 1.0):
         row = _row("lambda", "exact", lam=lam)
@@ -58,26 +51,66 @@ def test_exact_chains() -> None:
         assert _said(_row("fig3", "exact", target_acceptance=target)["mean_spread"], 3) in PAGE
 
 
-@pytest.mark.parametrize(("part", "wanted"), [
-    ("yardsticks", {"method": "adam"}), ("yardsticks", {"method": "dropout"}),
-    ("yardsticks", {"method": "ensemble", "steps": 320}), ("yardsticks", {"method": "ensemble", "steps": 1200}),
-    ("scan", {**RELEASED, "sigma": 0.2}),
-    ("scan", {**PRINTED["data sum"], "sigma": 0.2}), ("scan", {**PRINTED["data sum"], "sigma": 10.0}),
-])  # fmt: skip
-def test_the_table_of_calibration(part: str, wanted: dict[str, Any]) -> None:
+def _cells(first: str) -> list[str]:
+    """Of the one row of a table of the page that begins so."""
+    [line] = [line for line in PAGE.splitlines() if line.startswith(f"| {first} |")]
+    return [cell.strip() for cell in line.strip("| ").split("|")]
+
+
+CALIBRATION = {
+    "Adam": ("yardsticks", {"method": "adam"}),
+    "dropout, 10 masks": ("yardsticks", {"method": "dropout"}),
+    "deep ensemble, 5 of 320 steps": ("yardsticks", {"method": "ensemble", "steps": 320}),
+    "deep ensemble, 5 of 1,200 steps": ("yardsticks", {"method": "ensemble", "steps": 1200}),
+    "as released, sigma 0.2": ("scan", {**RELEASED, "sigma": 0.2}),
+    "as printed, batch sum, sigma 0.2": ("scan", {**PRINTED["batch sum"], "sigma": 0.2}),
+    "as printed, data sum, sigma 0.2": ("scan", {**PRINTED["data sum"], "sigma": 0.2}),
+    "as printed, data sum, sigma 10": ("scan", {**PRINTED["data sum"], "sigma": 10.0}),
+}
+
+
+@pytest.mark.parametrize("name", CALIBRATION)
+def test_the_table_of_calibration(name: str) -> None:
+    part, wanted = CALIBRATION[name]
     row = _row("fig3", part, **wanted)
-    assert f"{row['accuracy'][0]:.3f}" in PAGE
-    assert f"{_said(row['nll'], 3)}" in PAGE
-    assert f"{_said(row['ece'], 3)}" in PAGE
-    if row["coverage"] is not None:
-        assert f"{_said(row['coverage'], 2)}" in PAGE
+    coverage = "–" if row["coverage"] is None else _said(row["coverage"], 2)
+    numbers = [f"{row['accuracy'][0]:.3f}", _said(row["nll"], 3), _said(row["ece"], 3), coverage]
+    assert _cells(name)[1:5] == numbers
+
+
+def test_the_table_of_spreads() -> None:
+    for name, setting in {"as released": RELEASED, **{f"as printed, {k}": v for k, v in PRINTED.items()}}.items():
+        narrow, wide = (_row("fig3", "scan", sigma=sigma, **setting)["mean_spread"] for sigma in (0.2, 10.0))
+        [line] = [line for line in PAGE.splitlines() if line.startswith(f"| {name} | 0.")]
+        cells = [cell.strip(" *") for cell in line.split("|")]
+        assert cells[2] == f"{_said(narrow, 3)} to {_said(wide, 3)}"
+        ratio = wide[0] / narrow[0]
+        error = ratio * math.hypot(narrow[1] / narrow[0], wide[1] / wide[0])
+        assert cells[3] == f"{ratio:.1f} ± {error:.1f}"
 
 
 def test_tests_of_figure_4() -> None:
     for row in _result("fig4")["tests"]:
-        digits = 3 if row["setting"]["test"] == "penalty" else 2
-        assert f"{_said(row['acceptance'], digits)}" in PAGE
-        assert f"{row['examples_per_step'][0] / _result('fig4')['num_data']:.0%}" in PAGE
+        name = {"sequential": "Sequential(0.05)", "confidence": "Confidence(0.1)", "full": "FullData"}.get(
+            row["setting"]["test"], row["setting"]["test"].capitalize()
+        )
+        assert _cells(f"`{name}`")[1] == _said(row["acceptance"], 3 if name == "Penalty" else 2)
+
+
+def test_the_headline() -> None:
+    rows = _result("headline")["rows"]
+    truth = {row["lam"]: row["mean_spread"][0] for row in _result("headline")["truth"]}
+    said_of = {
+        "released": "as released: the script, mean loss, no prior",
+        "printed, data sum": "as printed (C = 1)",
+        "exact, underdamped": "exact: underdamped",
+    }
+    for name, first in said_of.items():
+        widths = [row for row in rows[name] if row["lam"] == 1.0]
+        said = [f"{r['mean_spread'][0] / truth[1.0]:.2f}" + ("" if r["is_converged"] else " (n)") for r in widths]
+        assert _cells(first)[1] == ", ".join(said[: len(_cells(first)[1].split(","))])
+    exact = [row for name in rows if name.startswith("exact") for row in rows[name] if row["is_converged"]]
+    assert f"{len(exact)} of {len(exact)}" in PAGE
 
 
 def test_the_theorems() -> None:

@@ -85,8 +85,9 @@ def test_every_test_runs_in_evaluation_mode(test: str, jets: JetSets) -> None:
         TINY, "printed", sigma=0.2, sigma_delta=1000.0, scale="data_sum", test=test, start=2, in_training_mode=False
     )
     record = run(trial, jets)
-    assert 0 <= record["acceptance"] <= 1
-    assert record["target"]
+    assert math.isfinite(record["acceptance"])
+    assert trial.batch_size <= record["examples"] <= trial.num_jets
+    assert (record["examples"] == trial.num_jets) == (test == "full")
 
 
 def test_nominal_settings_are_divided_by_the_root_of_the_papers_size(jets: JetSets) -> None:
@@ -110,7 +111,7 @@ def test_a_trial_is_run_once(tmp_path: Path, jets: JetSets, monkeypatch: pytest.
 
     def counted(trial: Trial, *args: Any) -> dict[str, Any]:
         calls.append(trial)
-        return {"trial": asdict(trial), "value": math.nan, "device": "cpu", "seconds": 1.0}
+        return {"trial": asdict(trial), "value": math.nan, "device": "cpu", "torch": "2", "seconds": 1.0}
 
     monkeypatch.setattr("adammcmc.replication.work.run_trial", counted)
     trials = [Trial("adam", seed=seed) for seed in (0, 1, 0)]
@@ -119,11 +120,12 @@ def test_a_trial_is_run_once(tmp_path: Path, jets: JetSets, monkeypatch: pytest.
     assert again.records(trials) == first
     assert [t.seed for t in calls] == [0, 1]
     assert first[0]["value"] is None, "no NaN in the files"
-    assert again.used() == {"number": 2, "devices": ["cpu"], "seconds": 2.0}
+    used = again.used()
+    assert (used["number"], used["seeds"], used["devices"], used["torch"], used["seconds"]) == (2, [0, 1], ["cpu"], ["2"], 2.0)
 
 
 def test_other_jets_are_other_trials(tmp_path: Path, jets: JetSets, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = {"device": "cpu", "seconds": 1.0}
+    record = {"trial": {"seed": 0}, "device": "cpu", "torch": "2", "seconds": 1.0}
     monkeypatch.setattr("adammcmc.replication.work.run_trial", lambda *args: record)
     for sets in (jets, JetSets(jets.test, jets.train, jets.others)):
         Work(TINY, tmp_path, sets, progress=False).records([Trial("adam")])
@@ -206,6 +208,7 @@ def test_coverage_of_draws_that_know_and_of_draws_that_do_not() -> None:
     assert 0.88 <= sum(x or 0 for x in honest) / 20 <= 0.97
     assert sum(x or 0 for x in wrong) / 20 <= 0.5
     assert coverage(torch.rand(2, 4000, generator=generator), labels) is None
+    assert 0.7 <= (coverage(truth[None], labels) or 0) <= 1, "calibrated scores need no spread"
 
 
 def test_a_judgement_without_others_or_with_one_draw(jets: JetSets) -> None:

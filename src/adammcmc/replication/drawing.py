@@ -15,6 +15,7 @@ __all__ = ["COLOURS", "LABELS", "MARKERS", "Value", "canvas", "crosses", "legend
 
 COLOURS = {
     "adam": "#7f7f7f",
+    "snapshots": "#404040",
     "sgd": "#b8a98f",
     "sghmc": "#9467bd",
     "ensemble": "#8c564b",
@@ -31,6 +32,7 @@ COLOURS = {
 """One for each sampler in all figures."""
 LABELS = {
     "adam": "Adam",
+    "snapshots": "Adam, ten points of its path",
     "sgd": "SGD",
     "sghmc": "sgHMC",
     "ensemble": "deep ensemble",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from adammcmc.replication import published
 from adammcmc.replication.drawing import LABELS, Value, canvas, legend, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.rows import bands, row, rows, seeds_of, version
-from adammcmc.replication.sections import Line, health, shown, table
+from adammcmc.replication.sections import Line, health, of_anchors, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import TESTS, Trial
 from adammcmc.replication.work import Work
@@ -43,7 +44,9 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
     base: Trial = version(preset, "printed, data sum", sigma=0.2, sigma_delta=1000.0, start=many, **sizes)
     tests = [replace(base, test=test) for test in TESTS]
     smaller = [version(preset, "printed, data sum", sigma=sigma, sigma_delta=delta) for sigma, delta in SMALLER]
+    large = replace(base, sigma=2.0, sigma_delta=WIDE, scale="batch_sum", network="particlenet")
     return {
+        "anchors": rows(work, [replace(large, test=test) for test in ("minibatch", "full")], 1) if preset.anchors else [],
         "curves": curves,
         "rows": compared,
         "tests": rows(work, tests),
@@ -122,14 +125,15 @@ def section(result: dict[str, Any]) -> str:
         _tests(result["tests"], "test"),
         _tests(result["smaller"], "step"),
     ]
-    return "\n".join([*text, health([*result["rows"].values(), *result["tests"]])])
+    return "\n".join([*text, of_anchors(result.get("anchors", [])), health([*result["rows"].values(), *result["tests"]])])
 
 
 def _share(one: dict[str, Any]) -> float:
-    """Of the data that one decision looks at: a minibatch test looks at its batch."""
-    looked, setting = one["examples_per_step"], one["setting"]
-    known = looked is not None and looked[0] is not None
-    return float(looked[0] if known else setting["batch_size"]) / float(setting["num_jets"])
+    """Of the data that a decision looks at, on average; NaN where that is not known."""
+    looked, setting = one.get("examples"), one["setting"]
+    if looked is not None and looked[0] is not None:
+        return float(looked[0]) / float(setting["num_jets"])
+    return float(setting["batch_size"]) / float(setting["num_jets"]) if setting["test"] == "minibatch" else math.nan
 
 
 def _tests(rows: list[dict[str, Any]], first: str) -> str:
@@ -141,7 +145,7 @@ def _tests(rows: list[dict[str, Any]], first: str) -> str:
     for one in rows:
         setting = one["setting"]
         name = setting["test"] if first == "test" else f"sigma {setting['sigma']:g}, sigma_Delta {setting['sigma_delta']:g}"
-        numbers = [shown(one["acceptance"]), f"{_share(one):.3f}"]
+        numbers = [shown(one["acceptance"]), "–" if math.isnan(_share(one)) else f"{_share(one):.3f}"]
         numbers += [shown(one["noise"], 2), shown(one["beta_eff"]), shown(one.get("final_loss"))]
         table.append(f"| {name} | {' | '.join(numbers)} |")
     return "\n".join(table) + "\n"

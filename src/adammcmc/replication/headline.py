@@ -171,7 +171,7 @@ def section(result: dict[str, Any]) -> str:
     if right:
         text.append(f"The spread is the target's, whatever the width, and follows lambda: {', '.join(right)}.")
     if wrong:
-        text.append(f"The spread is that of the settings, not of the target: {', '.join(wrong)}.")
+        text.append(f"The spread depends on the width, and is not the target's: {', '.join(wrong)}.")
     released = findings["released"]
     text.append(
         f"As released, the spread changes by a factor {released['over_widths']} from the narrowest proposal to the widest, "

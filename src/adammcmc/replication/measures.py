@@ -67,9 +67,10 @@ def coverage(draws: Tensor, labels: Tensor, level: float = 0.9) -> float | None:
 
     Jets are ordered by their mean score into 20 bins of as many jets. In each, the draws' mean scores have a central interval
     of this level; the share of tops that was found there has a binomial error, which widens it. Returns the share of bins whose
-    found share lies inside. Fully honest error bars have `level` or more.
+    found share lies inside. Calibrated scores have about `level` also without any spread (one draw): more than that is owed to
+    the spread, less to a lack of calibration.
     """
-    if len(draws) < 4:
+    if 1 < len(draws) < 4:
         return None
     order = draws.mean(0).argsort()
     size = max(1, len(order) // _BINS)
@@ -79,7 +80,7 @@ def coverage(draws: Tensor, labels: Tensor, level: float = 0.9) -> float | None:
         found = float((labels[chosen] == 1).double().mean())
         means = draws[:, chosen].double().mean(1)
         middle = float(means.mean())
-        width = math.sqrt(float(means.var()) + middle * (1 - middle) / size)
+        width = math.sqrt((float(means.var()) if len(means) > 1 else 0.0) + middle * (1 - middle) / size)
         inside.append(abs(found - middle) <= 1.645 * width)
     return sum(inside) / len(inside)
 

@@ -32,7 +32,7 @@ _TOLD = (
     "beta_eff",
     "loss_influence",
     "temperature",
-    "examples_per_step",
+    "examples",
     "step_size",
     "silent",
     "seconds",

@@ -34,7 +34,7 @@ from adammcmc.tuning import BurnIn
 
 __all__ = ["METHODS", "TESTS", "JetSets", "Trial", "name_of", "run_trial"]
 
-METHODS = ("adam", "sgd", "sghmc", "released", "printed", "exact", "ensemble", "dropout")
+METHODS = ("adam", "snapshots", "sgd", "sghmc", "released", "printed", "exact", "ensemble", "dropout")
 TESTS: dict[str, Callable[[int], Test]] = {
     "minibatch": lambda size: Minibatch(),
     "full": lambda size: FullData(chunk_size=2048),
@@ -54,8 +54,9 @@ class Trial:
     """What one trial is: everything that its record depends on, besides the jets.
 
     Args:
-        method: adam, sgd, sghmc; released (`AsReleased`), printed (`AdamMCMC`: Algorithm 1), exact (`Underdamped` on all jets
-            at once); ensemble (members trained by Adam one after the other), dropout (Adam, then draws of the masks).
+        method: adam, sgd, sghmc; snapshots (of Adam's own path, at the steps of a chain's draws); released (`AsReleased`),
+            printed (`AdamMCMC`: Algorithm 1), exact (`Underdamped` on all jets at once); ensemble (members trained by Adam one
+            after the other), dropout (Adam, then draws of the masks).
         sigma: the paper's nominal one.
         sigma_delta: the paper's nominal one.
         scale: what lambda multiplies: "mean" (of the batch: the released script), "batch_sum", or "data_sum" (Bayes).
@@ -122,10 +123,14 @@ class Trial:
 
     @staticmethod
     def exact(preset: Preset, **options: Any) -> Trial:
-        """An exact chain at this preset's sizes: few jets, all at once, in evaluation mode and full precision."""
+        """An exact chain at this preset's sizes: few jets, all at once, in evaluation mode and full precision.
+
+        All chains start from one training: its BatchNorm statistics are part of the function, and so of the target.
+        """
         sizes: dict[str, Any] = {
             "scale": "data_sum",
             "start": preset.steps // 2,
+            "start_seed": 0,
             "in_training_mode": False,
             "network": "lite",
             "num_jets": preset.exact_data,
@@ -229,6 +234,7 @@ class _Run:
         batch = next(data)
         sums = torch.zeros((), device=self.device)
         ratios: list[Tensor] = []
+        examples: list[Tensor] = []
         rates: Tensor | float = 0.0
         for step in range(1, trial.steps + 1):
             sums = sums + method.step(batch).detach()
@@ -239,6 +245,8 @@ class _Run:
                 sums = torch.zeros((), device=self.device)
             if sampler is not None and step > trial.burn_in and step % 10 == 0:
                 ratios.append(sampler.info.step_to_noise.double())
+            if sampler is not None and step > trial.burn_in and getattr(sampler.acceptance, "needs_examples", False):
+                examples.append(sampler.info.num_examples.double())
             if step == trial.burn_in and sampler is not None:
                 sampler.reset_health()
                 rates = sampler.mean_acceptance_rate * step
@@ -260,6 +268,7 @@ class _Run:
         if sampler is not None and not isinstance(sampler.acceptance, AlwaysAccept):
             chain = float(sampler.mean_acceptance_rate * trial.steps - rates) / (trial.steps - trial.burn_in)
             found |= _told(sampler, chain, _kappa(ratios, trial))
+            found["examples"] = float(torch.stack(examples).mean()) if examples else float(trial.batch_size)
         return found
 
     def _start(self, tell: Callable[[int, int], None]) -> dict[str, Any] | None:
@@ -282,7 +291,7 @@ class _Run:
 
     def _method(self, data: JetData) -> _Method:
         trial, net, num_data = self.trial, self.net, data.num_data
-        if trial.method in ("adam", "dropout"):
+        if trial.method in ("adam", "snapshots", "dropout"):
             return _Sampling(_adam(net, trial), self.losses)
         if trial.method == "sgd":
             return _Training(torch.optim.SGD(net.parameters(), lr=trial.lr), self.loss, self.device)
@@ -379,14 +388,13 @@ def _told(sampler: Sampler, acceptance: float, kappa: float | None) -> dict[str,
         "noise": health.noise,
         "beta_eff": health.beta_eff,
         "temperature": health.temperature,
-        "examples_per_step": float(sampler.info.num_examples.double().mean()),
         "step_size": sampler.param_groups[0]["lr"] if isinstance(sampler, Underdamped) else None,
     }
 
 
 def _adam(net: nn.Module, trial: Trial) -> AdamMCMC:
     """torch's Adam, bit for bit, whose steps are captured on a GPU."""
-    lr = trial.lr if trial.method in ("adam", "dropout", "ensemble") else 1e-3
+    lr = trial.lr if trial.method in ("adam", "snapshots", "dropout", "ensemble") else 1e-3
     return AdamMCMC(
         net.named_parameters(),
         lr=lr,

@@ -23,7 +23,10 @@ from adammcmc.replication.measures import rounded
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import JetSets, Trial, run_trial
 
-__all__ = ["Work", "read_sets"]
+__all__ = ["PROCEDURE", "Work", "read_sets"]
+
+PROCEDURE = 2
+"""Of a trial. Raise it when what a trial does or measures changes: kept ones are then made again."""
 
 
 class Work:
@@ -52,7 +55,7 @@ class Work:
     def records(self, trials: Sequence[Trial]) -> list[dict[str, Any]]:
         """Of these trials, in this order; those that are not yet in the folder are run."""
         digest = self._digest()
-        names = [_key(asdict(trial) | {"jets": digest}, trial.method) for trial in trials]
+        names = [_key(asdict(trial) | {"jets": digest, "procedure": PROCEDURE}, trial.method) for trial in trials]
         runs = {
             name: partial(self._run, trial, f"{trial.method} {number + 1}/{len(trials)}")
             for number, (name, trial) in enumerate(zip(names, trials, strict=True))
