@@ -78,7 +78,7 @@ bench-rivals: .venv/installed  ## the cost of a step, ours and what can be insta
 bench-growth: .venv/installed  ## how the cost of a step grows with parameters, batch and data
 	$(BIN)/python -m benchmarks.growth
 
-bench-acceptance: .venv/installed  ## every acceptance test: how far from the truth, at what cost in data (eight minutes on two cores)
+bench-acceptance: .venv/installed  ## every acceptance test: how far from the truth, at what cost in data (under ten minutes on two cores)
 	$(ONE_THREAD) $(BIN)/python -m benchmarks.acceptance
 
 bias: .venv/installed  ## what Algorithm 1 really samples: the table of the docs

@@ -289,9 +289,9 @@ MUTANTS = [
     ),
     Mutant(
         "DeLong's error without the background's part",
-        "jets/tagging.py",
-        "variance = _variance_of_mean(of_signal) + _variance_of_mean(of_background)",
-        "variance = _variance_of_mean(of_signal)",
+        "calibration.py",
+        "variance = _variance_of_mean(of_ones) + _variance_of_mean(of_zeros)",
+        "variance = _variance_of_mean(of_ones)",
         "tests/jets/test_tagging.py",
     ),
     Mutant(
@@ -304,9 +304,37 @@ MUTANTS = [
     Mutant(
         "the drift of one pass in the wrong direction",
         "onepass.py",
-        "tau = p + sigma * noise + along * u",
-        "tau = p + sigma * noise - along * u",
+        "shift = along * u",
+        "shift = -along * u",
         "tests/test_onepass.py",
+    ),
+    Mutant(
+        "the released noise without its part in the ratio, in one pass",
+        "onepass.py",
+        "cross += tl.sum(wide_u * wide_u * zeta.to(tl.float64)) * tl.load(settings) * whiten * whiten",
+        "cross += 0.0 * tl.sum(wide_u * wide_u * zeta.to(tl.float64))",
+        "tests/test_onepass.py",
+    ),
+    Mutant(
+        "the say of the loss forgotten where the test looks elsewhere",
+        "health.py",
+        "change = torch.where(change.isnan(), infos.log_q_ratio - infos.log_ratio, change)",
+        "change = torch.where(change.isnan(), 0.0, change)",
+        "tests/test_health.py",
+    ),
+    Mutant(
+        "R-hat by chance of draws taken for independent",
+        "diagnostics.py",
+        "(scatter if num_draws is None else 2 / num_draws)",
+        "scatter",
+        "tests/test_diagnostics.py",
+    ),
+    Mutant(
+        "a headline whose exact sampler has no proposal ratio",
+        "proposal.py",
+        "return isotropic + rank_one + determinant",
+        "return 0 * (isotropic + rank_one + determinant)",
+        "tests/replication/test_headline.py",
     ),
     Mutant(
         "a refused proposal left in place by one pass",

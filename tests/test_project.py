@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import adammcmc
+from tests.mutants import MUTANTS
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "adammcmc"
@@ -131,3 +132,11 @@ def test_the_readme_quotes_files_that_exist() -> None:
 def test_versions_agree() -> None:
     citation = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {adammcmc.__version__}\n" in citation
+
+
+def test_every_mutant_finds_its_line() -> None:
+    """A mutant whose line was changed since would break nothing, and be called noticed by nobody."""
+    for mutant in MUTANTS:
+        text = (ROOT / "src" / "adammcmc" / mutant.file).read_text()
+        assert text.count(mutant.right) == 1, f"{mutant.name}: {mutant.file} has this line {text.count(mutant.right)} times"
+        assert all((ROOT / test).exists() for test in mutant.tests.split()), mutant.name
