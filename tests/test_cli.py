@@ -369,7 +369,7 @@ def test_ctrl_c_before_the_first_step(home: Path, tmp_path: Path, monkeypatch: p
 
 def test_help_is_set_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of the source is not a line of the help."""
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 100)  # (read from the environment once, when it is first imported)
     lines = [line.strip() for line in ask("sample", "--help").out.splitlines()]
     assert "resume RUN goes on with it, bit for bit." in lines
 
