@@ -330,6 +330,20 @@ MUTANTS = [
         "tests/test_diagnostics.py",
     ),
     Mutant(
+        "a trial that draws in its burn-in",
+        "replication/trials.py",
+        "is_draw = step > trial.burn_in and (step",
+        "is_draw = (step",
+        "tests/replication/test_trials.py",
+    ),
+    Mutant(
+        "a trial whose loss is always the mean of the batch",
+        "replication/trials.py",
+        "loss=trial.scale,",
+        'loss="mean",',
+        "tests/replication/test_trials.py",
+    ),
+    Mutant(
         "a headline whose exact sampler has no proposal ratio",
         "proposal.py",
         "return isotropic + rank_one + determinant",

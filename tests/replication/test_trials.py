@@ -24,7 +24,7 @@ from adammcmc.jets.particlenet import ParticleNetLite
 from adammcmc.replication.measures import coverage, judge, over_seeds, rounded
 from adammcmc.replication.rows import rows, seeds_of
 from adammcmc.replication.settings import PAPER_PARAMS, PRESETS, preset
-from adammcmc.replication.trials import METHODS, TESTS, JetSets, Trial, run_trial
+from adammcmc.replication.trials import METHODS, TESTS, JetSets, Trial, _Run, _Sampling, run_trial
 from adammcmc.replication.work import Work, read_sets
 
 TINY = replace(PRESETS["smoke"], num_train=48, num_test=30, num_others=1, batch_size=12, steps=6, num_draws=3, exact_data=16)
@@ -44,7 +44,7 @@ def _short_burn_in() -> Iterator[None]:
 
 
 def run(trial: Trial, jets: JetSets) -> dict[str, Any]:
-    record = run_trial(trial, jets, CPU, lambda done, total: None)
+    record: dict[str, Any] = rounded(run_trial(trial, jets, CPU, lambda done, total: None))
     record.pop("seconds")
     return record
 
@@ -59,6 +59,7 @@ def test_every_method_gives_a_record_twice_the_same(method: str, jets: JetSets) 
     assert run(replace(trial, seed=1), jets)["draws"]["nll"] != record["draws"]["nll"]
     assert record["draws"]["num_draws"] == (1 if method in ("adam", "sgd") else 3)
     assert ("acceptance" in record) == (method in ("released", "printed", "exact"))
+    assert (record["draws"]["mean_spread"] > 0) == (method not in ("adam", "sgd")), "draws that differ"
 
 
 def test_adam_is_torchs_adam(jets: JetSets) -> None:
@@ -90,17 +91,52 @@ def test_every_test_runs_in_evaluation_mode(test: str, jets: JetSets) -> None:
     assert (record["examples"] == trial.num_jets) == (test == "full")
 
 
-def test_nominal_settings_are_divided_by_the_root_of_the_papers_size(jets: JetSets) -> None:
-    from adammcmc.replication.trials import _Run, _Sampling
-
-    trial = Trial.of(TINY, "released", sigma=2.0, sigma_delta=3661.6, scale="mean")
+@pytest.mark.parametrize(("scale", "wanted"), [("mean", 1.0), ("batch_sum", 12.0), ("data_sum", 48.0)])
+def test_the_papers_settings_reach_the_sampler(scale: str, wanted: float, jets: JetSets) -> None:
+    """sigma and sigma_Delta divided by the root of its network's size; lambda times what the loss is; both betas."""
+    trial = Trial.of(TINY, "printed", sigma=2.0, sigma_delta=3661.6, scale=scale, lam=3.0, beta=0.5)
     run = _Run(trial, jets, CPU)
     method = run._method(jets.data("train", run.net, trial.num_jets, trial.batch_size))
     assert isinstance(method, _Sampling)
     group = method.sampler.param_groups[0]
     assert group["sigma"] == pytest.approx(2 / math.sqrt(PAPER_PARAMS))
     assert group["sigma_along"] == pytest.approx(6.051, abs=1e-3)
-    assert method.sampler.target.scale == pytest.approx(1.0)  # the mean of the batch, as the released script has it
+    assert group["betas"] == (0.5, 0.5)
+    assert method.sampler.target.scale == pytest.approx(3.0 * wanted)
+
+
+def test_a_chain_counts_from_its_burn_in_and_goes_on_with_adams_moments(jets: JetSets, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates, drawn, samplers = [], [], []
+    step, draw = _Sampling.step, _Run._draw
+
+    def noted(self: _Sampling, batch: Any) -> torch.Tensor:
+        loss = step(self, batch)
+        rates.append(float(self.sampler.info.acceptance_rate))
+        samplers.append(self.sampler)
+        return loss
+
+    def at(self: _Run, held: Any) -> None:
+        drawn.append(len(self.curve))
+        draw(self, held)
+
+    monkeypatch.setattr(_Sampling, "step", noted)
+    monkeypatch.setattr(_Run, "_draw", at)
+    record = run(Trial.of(TINY, "printed", sigma=2.0, sigma_delta=3661.6, start=2, steps=10, burn_in=4, num_draws=3), jets)
+    assert drawn == [6, 8, 10]
+    assert record["acceptance"] == pytest.approx(sum(rates[4:]) / 6, rel=1e-5)
+    assert len(set(rates)) > 1
+    assert {float(state["step"]) for state in samplers[0].state.values()} == {12.0}
+
+
+def test_exact_chains_have_one_start_and_one_target(jets: JetSets) -> None:
+    """Weights and BatchNorm statistics: the latter are part of the function that is sampled."""
+    states = []
+    for seed in (0, 1):
+        chain = _Run(replace(Trial.exact(TINY), seed=seed, start=3), jets, CPU)
+        chain._start(lambda done, total: None)
+        states.append(chain.net.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(*(s.values() for s in states), strict=True))
+    assert run(replace(Trial.exact(TINY, steps=9, burn_in=3, num_draws=3), start=2), jets)["examples"] == TINY.exact_data
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------------
@@ -209,6 +245,13 @@ def test_coverage_of_draws_that_know_and_of_draws_that_do_not() -> None:
     assert sum(x or 0 for x in wrong) / 20 <= 0.5
     assert coverage(torch.rand(2, 4000, generator=generator), labels) is None
     assert 0.7 <= (coverage(truth[None], labels) or 0) <= 1, "calibrated scores need no spread"
+
+
+def test_the_spread_is_the_range_between_quartiles(jets: JetSets) -> None:
+    draws = torch.linspace(0, 1, 5)[:, None].expand(5, len(jets.test))
+    found = judge(draws, draws[:, :0], jets.test, Jets.empty())
+    assert found["mean_spread"] == pytest.approx(0.5)
+    assert found["groups"]["qcd, right"]["spread"][1] == pytest.approx(0.5)
 
 
 def test_a_judgement_without_others_or_with_one_draw(jets: JetSets) -> None:

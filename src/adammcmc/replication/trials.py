@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from adammcmc.acceptance import AlwaysAccept, Barker, Confidence, FullData, Minibatch, Penalty, Sequential, Test
 from adammcmc.data import derive_seed
@@ -25,14 +26,14 @@ from adammcmc.jets.particlenet import ParticleNet
 from adammcmc.jets.tagger import NETWORKS
 from adammcmc.likelihood import DataExamples, Loss
 from adammcmc.optimizer import AdamMCMC, AsReleased
-from adammcmc.replication.measures import judge, rounded
+from adammcmc.replication.measures import judge
 from adammcmc.replication.settings import PAPER_PARAMS, Preset, along
 from adammcmc.replication.sghmc import ScaleAdaptedSGHMC
 from adammcmc.sampler import Sampler
 from adammcmc.target import Gaussian, UniformBox, from_paper
 from adammcmc.tuning import BurnIn
 
-__all__ = ["METHODS", "TESTS", "JetSets", "Trial", "name_of", "run_trial"]
+__all__ = ["METHODS", "TESTS", "JetSets", "Trial", "device_name", "run_trial"]
 
 METHODS = ("adam", "snapshots", "sgd", "sghmc", "released", "printed", "exact", "ensemble", "dropout")
 TESTS: dict[str, Callable[[int], Test]] = {
@@ -178,17 +179,16 @@ class _Method(Protocol):
 def run_trial(trial: Trial, jets: JetSets, device: torch.device, tell: Callable[[int, int], None]) -> dict[str, Any]:
     """Its record. `tell` is given the steps done and to do."""
     began = time.perf_counter()
-    record: dict[str, Any] = {"trial": asdict(trial), "device": name_of(device), "torch": torch.__version__}
+    record: dict[str, Any] = {"trial": asdict(trial), "device": device_name(device), "torch": torch.__version__}
     if trial.method == "ensemble":
         record |= _run_ensemble(trial, jets, device, tell)
     else:
         record |= _Run(trial, jets, device).go(tell)
     record["seconds"] = time.perf_counter() - began
-    rounding: dict[str, Any] = rounded(record)
-    return rounding
+    return record
 
 
-def name_of(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """What it is, in words."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
@@ -268,7 +268,8 @@ class _Run:
         if sampler is not None and not isinstance(sampler.acceptance, AlwaysAccept):
             chain = float(sampler.mean_acceptance_rate * trial.steps - rates) / (trial.steps - trial.burn_in)
             found |= _told(sampler, chain, _kappa(ratios, trial))
-            found["examples"] = float(torch.stack(examples).mean()) if examples else float(trial.batch_size)
+            looked = data.num_data if whole else trial.batch_size
+            found["examples"] = float(torch.stack(examples).mean()) if examples else float(looked)
         return found
 
     def _start(self, tell: Callable[[int, int], None]) -> dict[str, Any] | None:
@@ -427,7 +428,7 @@ class _Training:
         self._steps += 1
         if not self._is_cuda or self._steps <= 3:
             return self._usual(batch)
-        leaves = list(_leaves(batch))
+        leaves, structure = _pytree.tree_flatten(batch)
         shapes = tuple(x.shape for x in leaves)
         if shapes not in self._graphs:
             if len(self._graphs) >= 4:  # a batch that did not fit its capacity
@@ -436,7 +437,7 @@ class _Training:
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
-                loss = self._usual(_rebuilt(batch, iter(static)))
+                loss = self._usual(_pytree.tree_unflatten(static, structure))
             self._graphs[shapes] = graph, static, loss
         graph, static, loss = self._graphs[shapes]
         torch._foreach_copy_(static, leaves)
@@ -449,21 +450,6 @@ class _Training:
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         return loss.detach()
-
-
-def _leaves(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    else:
-        for part in batch:
-            yield from _leaves(part)
-
-
-def _rebuilt(batch: Any, leaves: Iterator[Tensor]) -> Any:
-    if isinstance(batch, Tensor):
-        return next(leaves)
-    parts = [_rebuilt(part, leaves) for part in batch]
-    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
 
 def _run_ensemble(trial: Trial, jets: JetSets, device: torch.device, tell: Callable[[int, int], None]) -> dict[str, Any]:
