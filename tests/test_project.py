@@ -16,6 +16,7 @@ SOURCE = ROOT / "src" / "adammcmc"
 
 # a file imports only from files above it; `acceptance` is a package
 ORDER = [
+    ["whole"],
     ["lazy", "interrupts", "options", "citation", "errors", "encoding", "moments", "philox"],
     ["randomness"],
     ["leaves", "keyed"],

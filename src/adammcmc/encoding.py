@@ -6,14 +6,29 @@ import base64
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.utils import _pytree
 
-__all__ = ["HostCopies", "Tensors", "can_store", "decode", "encode", "plain_json", "safetensors_parts", "strict_json"]
+from adammcmc.whole import whole
+
+__all__ = [
+    "HostCopies",
+    "Tensors",
+    "can_store",
+    "decode",
+    "encode",
+    "plain_json",
+    "read_state",
+    "safetensors_parts",
+    "strict_json",
+    "write_state",
+]
 
 Tensors = Mapping[str, Tensor]
 
@@ -81,6 +96,21 @@ def decode(text: str, tensors: Tensors) -> Any:
         return {walk(key): walk(item) for key, item in content}
 
     return walk(json.loads(text))
+
+
+def write_state(path: Path, state: Any, what: str) -> None:
+    """A nested state as one safetensors file, whole or not at all; `what` it is stands in its header."""
+    text, tensors = encode(state)
+    with whole(path) as file, file.open("wb") as written:
+        for part in safetensors_parts(tensors, {"what": what, "state": text}):
+            written.write(part)
+
+
+def read_state(path: Path) -> Any:
+    """What `write_state` was given."""
+    with safe_open(path, framework="pt") as content:
+        tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+        return decode(content.metadata()["state"], tensors)
 
 
 def safetensors_parts(

@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils import _pytree
 
-from adammcmc.encoding import HostCopies, Tensors, decode, encode, safetensors_parts, strict_json
+from adammcmc.encoding import HostCopies, Tensors, encode, read_state, safetensors_parts, strict_json
 from adammcmc.errors import StoreCorrupt, StoreFull, StoreLocked, StoreMismatch
 
 __all__ = [
@@ -279,9 +279,7 @@ class FolderStore(Store):
         if not file.exists():
             return None
         try:
-            with safe_open(file, framework="pt") as content:
-                tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-                return cast(dict[str, Any], decode(content.metadata()["state"], tensors))
+            return cast(dict[str, Any], read_state(file))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise StoreCorrupt(f"the checkpoint '{file}' cannot be read: {error}. The draws are not affected.") from error
 

@@ -29,7 +29,7 @@ from adammcmc.jets.tagging import (
     auc,
     evaluate,
     groups,
-    mutual_information_by_pt,
+    mean_by_pt,
     read_scores,
     rejection,
     roc,
@@ -211,10 +211,10 @@ def test_an_error_is_not_said_to_be_none() -> None:
 # --- what it does not know ------------------------------------------------------------------------------------------------
 
 
-def test_mutual_information_by_pt_is_that_of_a_slow_loop() -> None:
+def test_mean_by_pt_is_that_of_a_slow_loop() -> None:
     information = predicted(OTHERS).mutual_information
     edges = [400.0, 450.0, *EDGES[1:]]  # nobody in the first range
-    found = mutual_information_by_pt(information, OTHERS, edges)
+    found = mean_by_pt(information, OTHERS, edges)
     assert set(found) <= set(KINDS)
     seen = 0
     for kind, name in enumerate(KINDS):
@@ -231,11 +231,11 @@ def test_mutual_information_by_pt_is_that_of_a_slow_loop() -> None:
             seen += len(values)
             b = bins[low, high]
             assert b.jets == len(values)
-            assert b.information.value == pytest.approx(np.mean(values))
+            assert b.mean.value == pytest.approx(np.mean(values))
             if len(values) > 1:
-                assert b.information.error == pytest.approx(np.std(values, ddof=1) / math.sqrt(len(values)))
+                assert b.mean.error == pytest.approx(np.std(values, ddof=1) / math.sqrt(len(values)))
             else:
-                assert math.isnan(b.information.error)
+                assert math.isnan(b.mean.error)
     assert seen > 200
     assert all(b.low >= 450 for bins in found.values() for b in bins)
 
@@ -294,9 +294,9 @@ def three_classes() -> Prediction:
         (lambda: rejection(SCORES, LABELS, 0), "`efficiency` must be between 0 and 1, got 0"),
         (lambda: rejection(SCORES, LABELS, 1.0), "`efficiency` must be between 0 and 1, got 1"),
         (lambda: rejection(SCORES, LABELS, math.nan), "`efficiency` must be between 0 and 1, got nan"),
-        (lambda: mutual_information_by_pt(torch.zeros(3), JETS, EDGES), "200 jets need as many values, got 3"),
-        (lambda: mutual_information_by_pt(torch.zeros(200), JETS, [1, 3, 2]), "two or more rising numbers"),
-        (lambda: mutual_information_by_pt(torch.zeros(200), JETS, [500.0]), "two or more rising numbers"),
+        (lambda: mean_by_pt(torch.zeros(3), JETS, EDGES), "200 jets need as many values, got 3"),
+        (lambda: mean_by_pt(torch.zeros(200), JETS, [1, 3, 2]), "two or more rising numbers"),
+        (lambda: mean_by_pt(torch.zeros(200), JETS, [500.0]), "two or more rising numbers"),
         (lambda: evaluate(three_classes(), JETS.kind), r"two classes, background and signal; .* \(200, 3\)"),
         (lambda: write_scores("x.csv", JETS[:3], predicted(JETS)), "3 jets need as many predictions, got 200"),
     ],

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from adammcmc.replication import headline
+from adammcmc.replication.sets import read_sets
 from adammcmc.replication.settings import PRESETS
-from adammcmc.replication.work import Work, read_sets
+from adammcmc.replication.work import Work
 
 EXACT = [name for name in headline.SAMPLERS if name.startswith("exact")]
 Result = dict[str, Any]

@@ -16,9 +16,9 @@ from adammcmc.replication import drawing, fig1, fig2a, fig2b, fig3, fig4, ood, p
 from adammcmc.replication.measures import judge, rounded
 from adammcmc.replication.rows import VERSIONS
 from adammcmc.replication.sections import Line, is_same, name_of, shown, table, verdict
+from adammcmc.replication.sets import JetSets, read_sets
 from adammcmc.replication.settings import PRESETS, Preset
-from adammcmc.replication.trials import JetSets, Trial
-from adammcmc.replication.work import read_sets
+from adammcmc.replication.trials import Trial
 
 FIGURES: dict[str, tuple[ModuleType, int]] = {
     "fig1": (fig1, 3), "fig2a": (fig2a, 8), "fig2b": (fig2b, 4), "fig3": (fig3, 12), "fig4": (fig4, 6), "ood": (ood, 4),

@@ -21,11 +21,13 @@ import torch.nn.functional as F
 from adammcmc.data import derive_seed
 from adammcmc.jets import Jets
 from adammcmc.jets.particlenet import ParticleNetLite
+from adammcmc.replication.checkpoint import Checkpoint
 from adammcmc.replication.measures import coverage, judge, over_seeds, rounded
 from adammcmc.replication.rows import rows, seeds_of
+from adammcmc.replication.sets import JetSets, read_sets
 from adammcmc.replication.settings import PAPER_PARAMS, PRESETS, preset
-from adammcmc.replication.trials import METHODS, TESTS, JetSets, Trial, _Run, _Sampling, run_trial
-from adammcmc.replication.work import Work, read_sets
+from adammcmc.replication.trials import METHODS, TESTS, Trial, _Run, _Sampling, run_trial
+from adammcmc.replication.work import Work
 
 TINY = replace(PRESETS["smoke"], num_train=48, num_test=30, num_others=1, batch_size=12, steps=6, num_draws=3, exact_data=16)
 CPU = torch.device("cpu")
@@ -123,9 +125,9 @@ def test_a_chain_counts_from_its_burn_in_and_goes_on_with_adams_moments(jets: Je
     monkeypatch.setattr(_Run, "_draw", at)
     record = run(Trial.of(TINY, "printed", sigma=2.0, sigma_delta=3661.6, start=2, steps=10, burn_in=4, num_draws=3), jets)
     assert drawn == [6, 8, 10]
-    assert record["acceptance"] == pytest.approx(sum(rates[4:]) / 6, rel=1e-5)
+    assert record["acceptance"] == pytest.approx(sum(rates[-6:]) / 6, rel=1e-5)
     assert len(set(rates)) > 1
-    assert {float(state["step"]) for state in samplers[0].state.values()} == {12.0}
+    assert {float(state["step"]) for state in samplers[-1].state.values()} == {12.0}
 
 
 def test_exact_chains_have_one_start_and_one_target(jets: JetSets) -> None:
@@ -133,10 +135,81 @@ def test_exact_chains_have_one_start_and_one_target(jets: JetSets) -> None:
     states = []
     for seed in (0, 1):
         chain = _Run(replace(Trial.exact(TINY), seed=seed, start=3), jets, CPU)
-        chain._start(lambda done, total: None)
+        chain._start(lambda done, total: None, Checkpoint(), None)
         states.append(chain.net.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(*(s.values() for s in states), strict=True))
     assert run(replace(Trial.exact(TINY, steps=9, burn_in=3, num_draws=3), start=2), jets)["examples"] == TINY.exact_data
+
+
+class Killed(Exception):
+    """Stands for SIGKILL after a state was written."""
+
+
+class Deadly(Checkpoint):
+    """Kills after so many states."""
+
+    def __init__(self, path: Path, lives: list[int]) -> None:
+        super().__init__(path, every=0.0)
+        self.lives = lives
+
+    def save(self, state: dict[str, Any]) -> None:
+        super().save(state)
+        self.lives[0] -= 1
+        if self.lives[0] == 0:
+            raise Killed
+
+    def part(self, number: int) -> Deadly:
+        return Deadly(super().part(number).path or Path(), self.lives)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "confidence"])
+def test_a_killed_trial_goes_on_bit_for_bit(method: str, jets: JetSets, tmp_path: Path) -> None:
+    """Killed again and again, in Adam's steps before the chain, in burn-in and between draws: the record is the same."""
+    if method == "exact":
+        trial = Trial.exact(TINY, steps=9, burn_in=3, num_draws=3, start=3)
+    elif method == "confidence":
+        trial = Trial.of(TINY, "printed", sigma=0.2, sigma_delta=1000.0, test=method, start=2, in_training_mode=False, looks=3)
+    else:
+        trial = Trial.of(TINY, method, sigma=2.0, sigma_delta=3661.6, start=0 if method in ("sgd", "sghmc") else 3, looks=2)
+    undisturbed = run(trial, jets)
+    for lives in range(1, 30):
+        torch.manual_seed(lives)  # the process that goes on has other random numbers
+        checkpoint = Deadly(tmp_path / ".state.safetensors", [lives])
+        try:
+            record = rounded(run_trial(trial, jets, CPU, lambda done, total: None, checkpoint))
+        except Killed:
+            continue
+        break
+    assert lives >= 3, "it was killed"
+    record.pop("seconds")
+    assert record == undisturbed
+
+
+def test_a_state_that_cannot_be_read_is_begun_again(tmp_path: Path, jets: JetSets) -> None:
+    path = tmp_path / ".state.safetensors"
+    path.write_bytes(b"torn")
+    trial = Trial.of(TINY, "adam")
+    with pytest.warns(UserWarning, match="cannot be read .*begins again"):
+        record = run_trial(trial, jets, CPU, lambda done, total: None, Checkpoint(path))
+    assert record["loss"]["values"] == pytest.approx(run(trial, jets)["loss"]["values"], rel=1e-5)
+
+
+def test_a_folder_keeps_no_states_of_trials_that_are_done(
+    tmp_path: Path, jets: JetSets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = []
+
+    def note(self: Checkpoint, state: dict[str, Any]) -> None:
+        saved.append(self.path)
+        write(self, state)
+
+    write = Checkpoint.save
+    monkeypatch.setattr(Checkpoint, "is_due", True)
+    monkeypatch.setattr(Checkpoint, "save", note)
+    trials = [Trial.of(TINY, "adam"), Trial.of(TINY, "ensemble", num_draws=2)]
+    Work(TINY, tmp_path, jets, progress=False).records(trials)
+    assert len({path.name for path in saved if path}) == 4  # Adam's, the ensemble's, its two members'
+    assert {path.suffix for path in (tmp_path / "trials").iterdir()} == {".json", ".lock"}
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------------

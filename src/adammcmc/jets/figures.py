@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adammcmc.jets.data import KINDS, Jets
-from adammcmc.jets.tagging import evaluate, groups, mutual_information_by_pt, roc, scores_of
+from adammcmc.jets.tagging import evaluate, groups, mean_by_pt, roc, scores_of
 from adammcmc.predictive import Prediction
 
 __all__ = ["draw_others", "draw_tagging", "panel_groups", "panel_information", "panel_roc"]
@@ -87,11 +87,11 @@ def panel_information(axes: Any, seen: tuple[Jets, Prediction], elsewhere: tuple
         label = f"{LABELS[name]}, held out"
         axes.hlines(float(values.mean()), float(low), float(high), color=COLOURS[name], linewidth=6, alpha=0.4, label=label)
     others, unseen = elsewhere
-    for name, bins in mutual_information_by_pt(unseen.mutual_information, others, EDGES).items():
+    for name, bins in mean_by_pt(unseen.mutual_information, others, EDGES).items():
         axes.errorbar(
             [(b.low + b.high) / 2 for b in bins],
-            [b.information.value for b in bins],
-            [b.information.error if b.jets > 1 else 0.0 for b in bins],
+            [b.mean.value for b in bins],
+            [b.mean.error if b.jets > 1 else 0.0 for b in bins],
             color=COLOURS[name],
             marker=_MARKERS[name],
             markersize=5,

@@ -11,7 +11,6 @@ Our compact code is that of `Jets.encode`: about 0.25 kB a jet on disk. A folder
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 
 from adammcmc.jets.data import KINDS, Jets, jets_from_p4
+from adammcmc.whole import whole
 
 __all__ = ["JetFileError", "read_jets", "stream_jets", "write_jets"]
 
@@ -81,12 +81,8 @@ def write_jets(path: str | Path, jets: Jets) -> None:
         raise ValueError(f"jets are written to .npz or .parquet, got '{path.name}'.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder '{path.parent}' does not exist.")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
-    try:
-        _WRITERS[path.suffix](temporary, jets)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole(path) as file:
+        _WRITERS[path.suffix](file, jets)
 
 
 def bundled(name: str) -> Path:

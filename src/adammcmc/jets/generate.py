@@ -25,6 +25,7 @@ from adammcmc.jets.data import Jets, kind_number
 from adammcmc.jets.events import PROCEDURE, Events, Settings, jets_of_events
 from adammcmc.jets.files import JetFileError, read_jets, write_jets
 from adammcmc.progress import show_bar
+from adammcmc.whole import write_whole
 
 __all__ = ["generate"]
 
@@ -149,9 +150,7 @@ def _claim(folder: Path, settings: Settings) -> None:
         return
     if any(folder.glob("*.npz")):
         raise ValueError(f"'{folder}' holds .npz files and no generator.json: choose a new folder.")
-    temporary = folder / f".generator.{os.getpid()}.json"
-    temporary.write_text(text)
-    os.replace(temporary, manifest)
+    write_whole(manifest, text)
 
 
 def _check_installed() -> None:

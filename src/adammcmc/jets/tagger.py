@@ -8,7 +8,6 @@ Training stops and goes on at the end of an epoch, bit for bit on a CPU.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,11 +16,11 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from adammcmc.data import to_device
-from adammcmc.encoding import decode, encode, safetensors_parts
+from adammcmc.encoding import read_state, write_state
 from adammcmc.exact import Underdamped
 from adammcmc.factory import Factory
 from adammcmc.jets.data import Jets
@@ -233,29 +232,18 @@ class Tagger:
         """Write `tagger.safetensors`, whole or not at all."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        text, tensors = encode(
-            {
-                "training": asdict(self.training),
-                "net": dict(self.net.state_dict()),
-                "adam": self.adam.state_dict(),
-                "steps": self.steps,
-                "epochs": self.epochs,
-                "random": self._random,
-                "next_batch": self._next_batch,
-                "trained_on": self.trained_on,
-            }
-        )
-        path, temporary = folder / _FILE, folder / f".{_FILE}.{os.getpid()}"
-        try:
-            with temporary.open("wb") as file:
-                for part in safetensors_parts(tensors, {"what": "a tagger of adammcmc", "state": text}):
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return path
+        state = {
+            "training": asdict(self.training),
+            "net": dict(self.net.state_dict()),
+            "adam": self.adam.state_dict(),
+            "steps": self.steps,
+            "epochs": self.epochs,
+            "random": self._random,
+            "next_batch": self._next_batch,
+            "trained_on": self.trained_on,
+        }
+        write_state(folder / _FILE, state, "a tagger of adammcmc")
+        return folder / _FILE
 
     @classmethod
     def load(
@@ -272,11 +260,9 @@ class Tagger:
         if not path.exists():
             raise FileNotFoundError(f"there is no tagger in '{folder}' (no {_FILE}): train one with `adammcmc jets train`.")
         try:
-            with safe_open(path, framework="pt") as content:
-                tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-                state = decode(content.metadata()["state"], tensors)
-                written = state["training"]
-                training = Training(**{**written, "betas": tuple(written["betas"])})
+            state = read_state(path)
+            written = state["training"]
+            training = Training(**{**written, "betas": tuple(written["betas"])})
             if epochs is not None:
                 training = replace(training, epochs=epochs)
             tagger = cls(training, device=device, precision=precision, compiled=compiled)

@@ -35,7 +35,7 @@ __all__ = [
     "compare_kinds",
     "evaluate",
     "groups",
-    "mutual_information_by_pt",
+    "mean_by_pt",
     "read_scores",
     "rejection",
     "roc",
@@ -185,19 +185,19 @@ class Bin(NamedTuple):
     low: float
     high: float
     jets: int
-    information: Measured
+    mean: Measured
 
 
-def mutual_information_by_pt(information: Tensor, jets: Jets, edges: Sequence[float]) -> dict[str, list[Bin]]:
-    """Mean mutual information of each kind of jets in ranges of pT: the paper's figure for jets from elsewhere.
+def mean_by_pt(values: Tensor, jets: Jets, edges: Sequence[float]) -> dict[str, list[Bin]]:
+    """Mean of each kind of jets in ranges of pT: of the mutual information, the paper's figure for jets from elsewhere.
 
     Args:
-        information: `prediction.mutual_information`, (jets,).
+        values: `prediction.mutual_information`, or another number of each jet, (jets,).
         jets: what was predicted for, in the same order.
         edges: of the ranges, GeV. Ranges without jets are left out.
     """
-    if len(information) != len(jets):
-        raise ValueError(f"{len(jets)} jets need as many values, got {len(information)}.")
+    if len(values) != len(jets):
+        raise ValueError(f"{len(jets)} jets need as many values, got {len(values)}.")
     if len(edges) < 2 or any(a >= b for a, b in pairwise(edges)):
         raise ValueError(f"`edges` must be two or more rising numbers, got {list(edges)}.")
     found: dict[str, list[Bin]] = {}
@@ -205,9 +205,9 @@ def mutual_information_by_pt(information: Tensor, jets: Jets, edges: Sequence[fl
         for low, high in pairwise(edges):
             inside = (jets.kind == number) & (jets.jet[:, 0] >= low) & (jets.jet[:, 0] < high)
             if bool(inside.any()):
-                values = information[inside].double()
-                mean = Measured(float(values.mean()), _variance_of_mean(values) ** 0.5)
-                found.setdefault(name, []).append(Bin(low, high, len(values), mean))
+                chosen = values[inside].double()
+                mean = Measured(float(chosen.mean()), _variance_of_mean(chosen) ** 0.5)
+                found.setdefault(name, []).append(Bin(low, high, len(chosen), mean))
     return found
 
 

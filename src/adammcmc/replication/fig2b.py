@@ -20,6 +20,8 @@ __all__ = ["SIGMAS", "TITLE", "draw", "run", "scan", "section"]
 
 TITLE = "Figure 2b: acceptance and accuracy against sigma"
 SIGMAS = (0.2, 0.5, 1.0, 2.0, 4.0, 6.0, 10.0)
+LATE_SIGMAS = (0.5, 1.0, 2.0, 4.0, 10.0)
+"""Of chains that start after as many steps of Adam as others have burn-in."""
 
 
 def scan(preset: Preset, sigma_delta: float) -> list[Trial]:
@@ -32,15 +34,23 @@ def scan(preset: Preset, sigma_delta: float) -> list[Trial]:
 
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
-    """The scan twice; three settings on the paper's network."""
+    """The scan twice, and without noise along the step also from trained weights; some settings on the paper's network."""
     anchors = [
         version(preset, "released", sigma=10.0, sigma_delta=WIDE, network="particlenet"),
         version(preset, "printed, batch sum", sigma=0.2, sigma_delta=WIDE, network="particlenet"),
         version(preset, "printed, batch sum", sigma=2.0, sigma_delta=0.0, network="particlenet"),
+        version(preset, "released", sigma=2.0, sigma_delta=0.0, start=preset.burn_in, network="particlenet"),
+        version(preset, "printed, batch sum", sigma=2.0, sigma_delta=0.0, start=preset.burn_in, network="particlenet"),
+    ]
+    late = [
+        version(preset, name, sigma=sigma, sigma_delta=0.0, start=preset.burn_in)
+        for name in VERSIONS
+        for sigma in preset.points(LATE_SIGMAS, at_least=(2.0,))
     ]
     return {
         "with": lean(rows(work, scan(preset, WIDE))),
         "without": lean(rows(work, scan(preset, 0.0))),
+        "without, after Adam": lean(rows(work, late)),
         "anchors": lean(rows(work, anchors, 1)) if preset.anchors else [],
     }
 

@@ -28,8 +28,9 @@ from adammcmc.jets.data import Jets
 from adammcmc.jets.observables import OBSERVABLES, observables
 from adammcmc.kernel import Info, Kernel
 from adammcmc.replication.drawing import COLOURS, LABELS, MARKERS, canvas, legend, points
+from adammcmc.replication.sets import read_sets
 from adammcmc.replication.settings import Preset
-from adammcmc.replication.work import Work, read_sets
+from adammcmc.replication.work import Work
 from adammcmc.target import Density
 from adammcmc.tuning import momentum_spread
 

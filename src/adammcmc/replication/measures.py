@@ -12,7 +12,7 @@ from torch import Tensor
 from adammcmc import uncertainty
 from adammcmc.calibration import auroc, brier, ece, nll, reliability
 from adammcmc.jets.data import KINDS, Jets
-from adammcmc.jets.tagging import accuracy, auc, groups, mutual_information_by_pt
+from adammcmc.jets.tagging import accuracy, auc, groups, mean_by_pt
 
 __all__ = ["PT_EDGES", "judge", "over_seeds", "rounded"]
 
@@ -38,6 +38,7 @@ def judge(draws: Tensor, others: Tensor, test_jets: Jets, other_jets: Jets) -> d
     curve = reliability(mean, labels, 10)
     found: dict[str, Any] = {
         "num_draws": len(draws),
+        "num_test": len(labels),
         "accuracy": list(accuracy(mean, labels)),
         "auc": list(auc(mean, labels)),
         "nll": list(nll(mean.clamp(1e-7, 1 - 1e-7), labels)),
@@ -97,10 +98,11 @@ def _unlike(draws: Tensor, others: Tensor, test_jets: Jets, other_jets: Jets) ->
         return found
     unseen = uncertainty.mutual_information(others.double(), is_binary=True)
     spread = {"test": uncertainty.spread(draws.double()), "others": uncertainty.spread(others.double())}
-    found["by_pt"] = {
-        name: [[b.low, b.high, b.jets, *b.information] for b in bins]
-        for name, bins in mutual_information_by_pt(unseen, other_jets, PT_EDGES).items()
-    }
+    for title, values in (("by_pt", unseen), ("spread_by_pt", spread["others"])):
+        found[title] = {
+            name: [[b.low, b.high, b.jets, *b.mean] for b in bins]
+            for name, bins in mean_by_pt(values, other_jets, PT_EDGES).items()
+        }
     found["others"] = {}
     for number, name in enumerate(KINDS):
         chosen = other_jets.kind == number

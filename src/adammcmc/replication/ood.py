@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from adammcmc.replication import published
 from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, crosses, legend, log_ticks, points
-from adammcmc.replication.fig1 import WIDE
+from adammcmc.replication.fig1 import WIDE, long_chain
 from adammcmc.replication.fig3 import yardsticks
 from adammcmc.replication.rows import VERSIONS, exact_settings, rows, version
 from adammcmc.replication.sections import RULE, Line, exact_data, health, name_of, of_anchors, select, shown, table
@@ -20,6 +20,9 @@ __all__ = ["TITLE", "draw", "run", "section"]
 
 TITLE = "Jets from elsewhere: mutual information and detection"
 SIGMAS = (0.01, 0.1, 0.2, 0.5, 2.0)
+LONG_SIGMAS = (0.01, 0.2, 0.5, 2.0)
+LONG_VERSIONS = ("released", "printed, batch sum")
+"""Whose chains are also run for as many epochs as the paper's: those of Figure 1 and two sigmas more."""
 
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
@@ -27,8 +30,10 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
     sigmas = preset.points(SIGMAS, at_least=(0.2,))
     scan = [version(preset, name, sigma=sigma, sigma_delta=WIDE) for name in VERSIONS for sigma in sigmas]
     anchors = [version(preset, "released", sigma=sigma, sigma_delta=WIDE, network="particlenet") for sigma in (0.01, 0.2, 2.0)]
+    longer = [long_chain(preset, name, sigma) for name in LONG_VERSIONS for sigma in LONG_SIGMAS] if preset.long_steps else []
     return {
         "scan": rows(work, scan),
+        "long": rows(work, longer),
         "exact": rows(work, exact_settings(preset, targets=(0.85,)), preset.exact_chains),
         "yardsticks": rows(work, yardsticks(preset)),
         "anchors": rows(work, anchors, 1) if preset.anchors else [],

@@ -17,8 +17,10 @@ from typing import Any
 
 import adammcmc
 from adammcmc.replication.measures import rounded
+from adammcmc.replication.sets import read_sets
 from adammcmc.replication.settings import Preset
-from adammcmc.replication.work import Work, read_sets, write_whole
+from adammcmc.replication.work import Work
+from adammcmc.whole import write_whole
 
 __all__ = ["FIGURES", "figure_module", "read_result", "replicate"]
 

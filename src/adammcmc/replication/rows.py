@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ _TOLD = (
     "seconds",
 )
 _MEASURED = ("accuracy", "auc", "nll", "brier")
-_BULKY = ("groups", "reliability", "information", "others", "by_pt")
+_BULKY = ("groups", "reliability", "information", "others", "by_pt", "spread_by_pt")
 _PLAIN = ("ece", "ece_by_chance", "coverage", "mean_spread", "sd_of_logit")
 
 
@@ -69,7 +70,7 @@ def row(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One setting: its trial's own numbers, and [mean, standard error] over the records of its seeds."""
     trial = dict(records[0]["trial"])
     trial.pop("seed")
-    found: dict[str, Any] = {"setting": trial, "seeds": len(records)}
+    found: dict[str, Any] = {"setting": trial, "seeds": len(records), "num_test": records[0]["draws"]["num_test"]}
     found |= {name: over_seeds([r.get(name) for r in records]) for name in _TOLD}
     draws = [r["draws"] for r in records]
     found |= {name: over_seeds([d[name][0] for d in draws]) for name in _MEASURED}
@@ -77,12 +78,12 @@ def row(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if "loss" in records[0]:
         ends = [r["loss"]["values"][-max(1, len(r["loss"]["values"]) // 10) :] for r in records]
         found["final_loss"] = over_seeds([_mean(end) for end in ends])
-    found["groups"] = {
-        name: {what: over_seeds([d["groups"][name][what][1] for d in draws]) for what in ("mean", "spread")}
-        for name in draws[0]["groups"]
-    }
+        on_the_way = [r["accuracy"]["values"] for r in records if r["accuracy"]["values"]]
+        found["best_accuracy"] = over_seeds([max(values) for values in on_the_way])
+        found["last_accuracy"] = over_seeds([values[-1] for values in on_the_way])
+    found["groups"] = {name: _group([d["groups"][name] for d in draws]) for name in draws[0]["groups"]}
     found["reliability"] = draws[0]["reliability"]
-    for name in ("information", "others", "by_pt"):
+    for name in ("information", "others", "by_pt", "spread_by_pt"):
         if name in draws[0]:
             found[name] = _averaged([d[name] for d in draws])
     found["verdicts"] = [r["verdict"] for r in records if "verdict" in r]
@@ -117,6 +118,21 @@ def _agreement(draws: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not len(known):
         return {}
     return {"rhat": float(known.median()), "worst_rhat": float(known.max()), "ess": float(ess[ess.isfinite()].median())}
+
+
+def _group(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of a group of jets over the seeds, and the error that the test jets, which all seeds share, add to each."""
+    found: dict[str, Any] = {"jets": _mean([p["jets"] for p in parts])}
+    for what in ("mean", "spread"):
+        found[what] = over_seeds([p[what][1] for p in parts])
+        found[f"{what}, test error"] = _mean([_error_of_median(p, what) for p in parts])
+    return found
+
+
+def _error_of_median(group: dict[str, Any], what: str) -> float:
+    """Of a group's jets, as if they were normal: 1.2533 sd / sqrt(n), with the sd from the quartiles."""
+    low, _, high = group[what]
+    return float(1.2533 * (high - low) / 1.349 / math.sqrt(group["jets"])) if group["jets"] else 0.0
 
 
 def _band(columns: Sequence[Sequence[float]]) -> dict[str, list[float]]:

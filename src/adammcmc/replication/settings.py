@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from adammcmc.jets.tagger import best_device
 
@@ -28,6 +28,7 @@ class Preset:
         num_others: jets of each kind from elsewhere, at most.
         batch_size: jets in a step.
         steps: of a chain, with its burn-in.
+        long_steps: of the chains and trainings of Figure 1, the paper's 100 epochs; 0 is `steps`.
         num_draws: of a chain; the paper's 10.
         seeds: runs of each setting.
         thin: take every `thin`-th point of a scan, its ends always.
@@ -47,6 +48,7 @@ class Preset:
     num_others: int = 800
     batch_size: int = 512
     steps: int = 1_200
+    long_steps: int = 0
     num_draws: int = 10
     seeds: int = 3
     thin: int = 1
@@ -62,6 +64,12 @@ class Preset:
     def burn_in(self) -> int:
         """The paper's share: 48 of 100 epochs, rounded to one half."""
         return self.steps // 2
+
+    @property
+    def long(self) -> dict[str, Any]:
+        """Steps and burn-in of Figure 1's runs, as options of a trial."""
+        steps = self.long_steps or self.steps
+        return {"steps": steps, "burn_in": steps // 2}
 
     @property
     def gap(self) -> int:
@@ -88,7 +96,7 @@ PRESETS = {
         "small", num_train=4_000, num_test=2_000, num_others=200, batch_size=128, steps=400, seeds=2, thin=2,
         anchors=False, compared_data=1_000, exact_data=500, exact_steps=600, exact_chains=2, precision="float32",
     ),
-    "h200": Preset("h200"),
+    "h200": Preset("h200", long_steps=3_900),
     "paper": Preset(
         "paper", network="particlenet", num_train=1_200_000, num_test=400_000, num_others=20_000, steps=240_000, seeds=5,
         exact_steps=20_000,

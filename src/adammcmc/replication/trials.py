@@ -9,31 +9,32 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from adammcmc.acceptance import AlwaysAccept, Barker, Confidence, FullData, Minibatch, Penalty, Sequential, Test
 from adammcmc.data import derive_seed
 from adammcmc.exact import Underdamped
-from adammcmc.jets.data import Jets
 from adammcmc.jets.features import JetData
 from adammcmc.jets.particlenet import ParticleNet
 from adammcmc.jets.tagger import NETWORKS
 from adammcmc.likelihood import DataExamples, Loss
 from adammcmc.optimizer import AdamMCMC, AsReleased
+from adammcmc.replication.checkpoint import Checkpoint
 from adammcmc.replication.measures import judge
+from adammcmc.replication.sets import JetSets
 from adammcmc.replication.settings import PAPER_PARAMS, Preset, along
 from adammcmc.replication.sghmc import ScaleAdaptedSGHMC
+from adammcmc.replication.training import Training
 from adammcmc.sampler import Sampler
 from adammcmc.target import Gaussian, UniformBox, from_paper
 from adammcmc.tuning import BurnIn
 
-__all__ = ["METHODS", "TESTS", "JetSets", "Trial", "device_name", "run_trial"]
+__all__ = ["METHODS", "TESTS", "Trial", "device_name", "run_trial"]
 
 METHODS = ("adam", "snapshots", "sgd", "sghmc", "released", "printed", "exact", "ensemble", "dropout")
 TESTS: dict[str, Callable[[int], Test]] = {
@@ -148,42 +149,31 @@ class Trial:
         return max(1, (self.steps - self.burn_in) // self.num_draws)
 
 
-@dataclass(frozen=True)
-class JetSets:
-    """What trials run on: jets to train on, held-out jets, and jets from elsewhere (of all kinds, with a wider range of pT)."""
-
-    train: Jets
-    test: Jets
-    others: Jets
-    _served: dict[Any, JetData] = field(default_factory=dict, repr=False, compare=False)
-
-    def data(self, name: str, network: ParticleNet, num_jets: int | None = None, batch_size: int | None = None) -> JetData:
-        """Jets as this network takes them, on its device. The same object for all trials: finding neighbours takes its time."""
-        device = next(network.parameters()).device
-        key = name, num_jets, batch_size, network.num_neighbours, device
-        if key not in self._served:
-            # on a GPU one shape for all batches, so that steps can be captured
-            capacity: Literal["auto"] | None = "auto" if device.type == "cuda" else None
-            jets: Jets = getattr(self, name)[:num_jets]
-            k = network.num_neighbours
-            self._served[key] = JetData(jets, batch_size, device=device, num_neighbours=k, capacity=capacity)
-        return self._served[key]
-
-
 class _Method(Protocol):
     """What a trial steps: a sampler, or an optimizer."""
 
     def step(self, batch: Any) -> Tensor: ...
 
+    def state_dict(self) -> dict[str, Any]: ...
 
-def run_trial(trial: Trial, jets: JetSets, device: torch.device, tell: Callable[[int, int], None]) -> dict[str, Any]:
-    """Its record. `tell` is given the steps done and to do."""
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def run_trial(
+    trial: Trial,
+    jets: JetSets,
+    device: torch.device,
+    tell: Callable[[int, int], None],
+    checkpoint: Checkpoint | None = None,
+) -> dict[str, Any]:
+    """Its record. `tell` is given the steps done and to do; from a `checkpoint` it goes on where it was."""
+    checkpoint = checkpoint or Checkpoint()
     began = time.perf_counter()
     record: dict[str, Any] = {"trial": asdict(trial), "device": device_name(device), "torch": torch.__version__}
     if trial.method == "ensemble":
-        record |= _run_ensemble(trial, jets, device, tell)
+        record |= _run_ensemble(trial, jets, device, tell, checkpoint)
     else:
-        record |= _Run(trial, jets, device).go(tell)
+        record |= _Run(trial, jets, device).go(tell, checkpoint)
     record["seconds"] = time.perf_counter() - began
     return record
 
@@ -191,6 +181,9 @@ def run_trial(trial: Trial, jets: JetSets, device: torch.device, tell: Callable[
 def device_name(device: torch.device) -> str:
     """What it is, in words."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+_KEPT = ("step", "accepted", "sums", "counts", "curve", "accuracies", "draws")
 
 
 class _Run:
@@ -207,6 +200,10 @@ class _Run:
         self.curve: list[Tensor] = []
         self.accuracies: list[tuple[int, float]] = []
         self.draws: dict[str, list[Tensor]] = {"test": [], "others": []}
+        self.step, self.accepted = 0, 0.0
+        names = ("loss", "kappa", "examples")
+        self.sums = {name: torch.zeros((), device=device, dtype=torch.float64) for name in names}
+        self.counts = dict.fromkeys(names, 0)
 
     def losses(self, batch: Any) -> Tensor:
         """Cross entropy of each jet: their spread says how noisy a minibatch test is."""
@@ -216,10 +213,13 @@ class _Run:
         """Mean cross entropy of a batch."""
         return self.losses(batch).mean()
 
-    def go(self, tell: Callable[[int, int], None]) -> dict[str, Any]:
+    def go(self, tell: Callable[[int, int], None], checkpoint: Checkpoint) -> dict[str, Any]:
         """To the end; what is found."""
         trial = self.trial
-        moments = self._start(tell)
+        saved = checkpoint.load()
+        moments = None
+        if saved is None or saved["phase"] == "start":
+            moments, saved = self._start(tell, checkpoint, saved), None
         self.net.train(trial.in_training_mode)
         whole = trial.method == "exact"
         data = self.jets.data("train", self.net, trial.num_jets, None if whole else trial.batch_size)
@@ -229,50 +229,53 @@ class _Run:
         sampler = method.sampler if isinstance(method, _Sampling) else None
         if moments is not None and isinstance(sampler, AdamMCMC):
             sampler.load_state_dict(moments)
+        if saved is not None:
+            self._load(saved, method, data)
         total, window = trial.start + trial.steps, max(1, trial.steps // 400)
         held = {name: self.jets.data(name, self.net) for name in ("test", "others")}
-        batch = next(data)
-        sums = torch.zeros((), device=self.device)
-        ratios: list[Tensor] = []
-        examples: list[Tensor] = []
-        rates: Tensor | float = 0.0
-        for step in range(1, trial.steps + 1):
-            sums = sums + method.step(batch).detach()
-            if not whole:
-                batch = next(data)
+        batch = next(data) if whole else None
+        looks_at_chosen = sampler is not None and getattr(sampler.acceptance, "needs_examples", False)
+        for step in range(self.step + 1, trial.steps + 1):
+            self.sums["loss"] += method.step(batch if whole else next(data)).detach()
             if step % window == 0:
-                self.curve.append(sums / window)
-                sums = torch.zeros((), device=self.device)
-            if sampler is not None and step > trial.burn_in and step % 10 == 0:
-                ratios.append(sampler.info.step_to_noise.double())
-            if sampler is not None and step > trial.burn_in and getattr(sampler.acceptance, "needs_examples", False):
-                examples.append(sampler.info.num_examples.double())
+                self.curve.append(self.sums["loss"] / window)
+                self.sums["loss"] = torch.zeros((), device=self.device, dtype=torch.float64)
+            if sampler is not None and step > trial.burn_in:
+                if step % 10 == 0 and not whole:
+                    self._add("kappa", _kappa(sampler.info.step_to_noise.double(), trial))
+                if looks_at_chosen:
+                    self._add("examples", sampler.info.num_examples.double())
             if step == trial.burn_in and sampler is not None:
                 sampler.reset_health()
-                rates = sampler.mean_acceptance_rate * step
+                self.accepted = float(sampler.mean_acceptance_rate * step)
             if trial.looks and step % max(1, trial.steps // trial.looks) == 0:
                 self.accuracies.append((step, self._accuracy(held["test"])))
-            if step % 50 == 0:
-                tell(trial.start + step, total)
             is_draw = step > trial.burn_in and (step - trial.burn_in) % trial.gap == 0
             if is_draw and len(self.draws["test"]) < trial.num_draws and trial.method != "dropout":
                 self._draw(held)
+            self.step = step
+            if step % 50 == 0:
+                tell(trial.start + step, total)
+            if checkpoint.is_due:
+                checkpoint.save(self._state("chain", method, data))
         if trial.method == "dropout":  # its draws are masks, at the last weights
             for _ in range(trial.num_draws):
                 self._draw(held)
         if trial.method in ("adam", "sgd"):  # a point estimate: its last weights
             self.draws = {name: values[-1:] for name, values in self.draws.items()}
         found = self._found(window)
-        if isinstance(method, _Training) and isinstance(method.optimizer, ScaleAdaptedSGHMC):
+        if isinstance(method, Training) and isinstance(method.optimizer, ScaleAdaptedSGHMC):
             found["silent"] = float(method.optimizer.silent())
         if sampler is not None and not isinstance(sampler.acceptance, AlwaysAccept):
-            chain = float(sampler.mean_acceptance_rate * trial.steps - rates) / (trial.steps - trial.burn_in)
-            found |= _told(sampler, chain, _kappa(ratios, trial))
-            looked = data.num_data if whole else trial.batch_size
-            found["examples"] = float(torch.stack(examples).mean()) if examples else float(looked)
+            chain = float(sampler.mean_acceptance_rate * trial.steps - self.accepted) / (trial.steps - trial.burn_in)
+            found |= _told(sampler, chain, self._mean("kappa"))
+            examples = self._mean("examples")
+            found["examples"] = float(data.num_data if whole else trial.batch_size) if examples is None else examples
         return found
 
-    def _start(self, tell: Callable[[int, int], None]) -> dict[str, Any] | None:
+    def _start(
+        self, tell: Callable[[int, int], None], checkpoint: Checkpoint, saved: dict[str, Any] | None
+    ) -> dict[str, Any] | None:
         """Adam before the chain; returns its state."""
         trial = self.trial
         if not trial.start:
@@ -281,24 +284,63 @@ class _Run:
         torch.manual_seed(derive_seed(self._start_seed, 0))
         data = self.jets.data("train", self.net, trial.num_jets, min(trial.batch_size, trial.num_jets))
         data.restart(derive_seed(self._start_seed, 3))
-        adam = _adam(self.net, trial)
-        for step in range(1, trial.start + 1):
-            adam.step(self.losses, next(data))
+        adam = _Sampling(_adam(self.net, trial), self.losses)
+        if saved is not None:
+            self._load(saved, adam, data)
+        for step in range(self.step + 1, trial.start + 1):
+            adam.step(next(data))
+            self.step = step
             if step % 100 == 0:
                 tell(step, trial.start + trial.steps)
+            if checkpoint.is_due:
+                checkpoint.save(self._state("start", adam, data))
+        self.step = 0
         state = adam.state_dict()
         state.pop("adammcmc")  # of Adam only the moments: the chain has its own random numbers and counts
         return state
+
+    # --- what goes on after a kill --------------------------------------------------------------------------------------------
+
+    def _state(self, phase: str, method: _Method, data: JetData) -> dict[str, Any]:
+        is_cuda = self.device.type == "cuda"
+        return {
+            "phase": phase,
+            "net": dict(self.net.state_dict()),
+            "method": method.state_dict(),
+            "data": data.state_dict(),
+            "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state(self.device) if is_cuda else None,
+            **{name: getattr(self, name) for name in _KEPT},
+        }
+
+    def _load(self, state: dict[str, Any], method: _Method, data: JetData) -> None:
+        self.net.load_state_dict(state["net"])
+        method.load_state_dict(state["method"])
+        data.load_state_dict(state["data"])
+        torch.set_rng_state(state["random"])
+        if state["random_cuda"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random_cuda"], self.device)
+        for name in _KEPT:
+            setattr(self, name, state[name])
+        self.sums = {name: value.to(self.device) for name, value in self.sums.items()}
+        self.curve = [value.to(self.device) for value in self.curve]
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self.sums[name] += value
+        self.counts[name] += 1
+
+    def _mean(self, name: str) -> float | None:
+        return float(self.sums[name]) / self.counts[name] if self.counts[name] else None
 
     def _method(self, data: JetData) -> _Method:
         trial, net, num_data = self.trial, self.net, data.num_data
         if trial.method in ("adam", "snapshots", "dropout"):
             return _Sampling(_adam(net, trial), self.losses)
         if trial.method == "sgd":
-            return _Training(torch.optim.SGD(net.parameters(), lr=trial.lr), self.loss, self.device)
+            return Training(torch.optim.SGD(net.parameters(), lr=trial.lr), self.loss, self.device)
         if trial.method == "sghmc":
             sghmc = ScaleAdaptedSGHMC(net.parameters(), lr=trial.lr, num_data=num_data, burn_in=trial.burn_in)
-            return _Training(sghmc, self.loss, self.device)
+            return Training(sghmc, self.loss, self.device)
         paper = from_paper(
             trial.lam,
             trial.sigma,
@@ -368,12 +410,9 @@ class _Run:
         }
 
 
-def _kappa(ratios: list[Tensor], trial: Trial) -> float | None:
+def _kappa(r: Tensor, trial: Trial) -> Tensor:
     """Of the proposal, from r = |u| / sigma: on a flat loss the acceptance would be 2 Phi(-kappa)."""
-    if not ratios or trial.method == "exact":
-        return None
-    r = torch.stack(ratios)
-    return float((r / (1 + (along(trial.sigma_delta) * r) ** 2).sqrt()).mean())
+    return r / (1 + (along(trial.sigma_delta) * r) ** 2).sqrt()
 
 
 def _told(sampler: Sampler, acceptance: float, kappa: float | None) -> dict[str, Any]:
@@ -415,55 +454,30 @@ class _Sampling:
     def step(self, batch: Any) -> Tensor:
         return self.sampler.step(self._loss, batch)
 
+    def state_dict(self) -> dict[str, Any]:
+        return self.sampler.state_dict()
 
-class _Training:
-    """Steps of an optimizer; on a GPU as one CUDA graph for each shape of the batch, after three steps as usual."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, loss: Callable[[Any], Tensor], device: torch.device) -> None:
-        self.optimizer, self._loss, self._is_cuda = optimizer, loss, device.type == "cuda"
-        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}
-        self._steps = 0
-
-    def step(self, batch: Any) -> Tensor:
-        self._steps += 1
-        if not self._is_cuda or self._steps <= 3:
-            return self._usual(batch)
-        leaves, structure = _pytree.tree_flatten(batch)
-        shapes = tuple(x.shape for x in leaves)
-        if shapes not in self._graphs:
-            if len(self._graphs) >= 4:  # a batch that did not fit its capacity
-                return self._usual(batch)
-            static = [x.clone() for x in leaves]
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                loss = self._usual(_pytree.tree_unflatten(static, structure))
-            self._graphs[shapes] = graph, static, loss
-        graph, static, loss = self._graphs[shapes]
-        torch._foreach_copy_(static, leaves)
-        graph.replay()
-        return loss.clone()
-
-    def _usual(self, batch: Any) -> Tensor:
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self._loss(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        return loss.detach()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sampler.load_state_dict(state)
 
 
-def _run_ensemble(trial: Trial, jets: JetSets, device: torch.device, tell: Callable[[int, int], None]) -> dict[str, Any]:
+def _run_ensemble(
+    trial: Trial, jets: JetSets, device: torch.device, tell: Callable[[int, int], None], checkpoint: Checkpoint
+) -> dict[str, Any]:
     """Members with weights and orders of their own, each of `steps` steps of Adam; their last weights are the draws."""
-    scores: dict[str, list[Tensor]] = {"test": [], "others": []}
-    for member in range(trial.num_draws):
+    saved = checkpoint.load()
+    scores: dict[str, list[Tensor]] = {"test": [], "others": []} if saved is None else saved["scores"]
+    for member in range(len(scores["test"]), trial.num_draws):
         options = asdict(trial) | {
             "method": "adam",
             "num_draws": 1,
             "burn_in": trial.steps - 1,
             "seed": derive_seed(trial.seed, 5, member) % 2**31,
         }
-        one = _Run(Trial(**options), jets, device)
-        one.go(lambda done, total, member=member: tell(member * total + done, trial.num_draws * total))  # type: ignore[misc]
+        one, own = _Run(Trial(**options), jets, device), checkpoint.part(member)
+        one.go(lambda done, total, member=member: tell(member * total + done, trial.num_draws * total), own)  # type: ignore[misc]
         for name, values in one.draws.items():
             scores[name].append(values[-1])
+        checkpoint.save({"scores": scores})
+        own.remove()
     return {"draws": judge(torch.stack(scores["test"]), torch.stack(scores["others"]), jets.test, jets.others)}

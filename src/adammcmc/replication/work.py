@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,16 +15,17 @@ from typing import Any
 
 import torch
 
-from adammcmc.jets.data import Jets
-from adammcmc.jets.files import bundled, read_jets
 from adammcmc.progress import show_bar
+from adammcmc.replication.checkpoint import Checkpoint
 from adammcmc.replication.measures import rounded
+from adammcmc.replication.sets import JetSets, read_sets
 from adammcmc.replication.settings import Preset
-from adammcmc.replication.trials import JetSets, Trial, run_trial
+from adammcmc.replication.trials import Trial, run_trial
+from adammcmc.whole import write_whole
 
-__all__ = ["PROCEDURE", "Work", "read_sets"]
+__all__ = ["PROCEDURE", "Work"]
 
-PROCEDURE = 2
+PROCEDURE = 3
 """Of a trial. Raise it when what a trial does or measures changes: kept ones are then made again."""
 
 
@@ -57,7 +57,7 @@ class Work:
         digest = self._digest()
         names = [_key(asdict(trial) | {"jets": digest, "procedure": PROCEDURE}, trial.method) for trial in trials]
         runs = {
-            name: partial(self._run, trial, f"{trial.method} {number + 1}/{len(trials)}")
+            name: partial(self._run, trial, f"{trial.method} {number + 1}/{len(trials)}", name)
             for number, (name, trial) in enumerate(zip(names, trials, strict=True))
         }
         found = self.all_kept(runs)
@@ -100,61 +100,24 @@ class Work:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not path.exists():
                     write_whole(path, json.dumps(rounded(function()), allow_nan=False))
+                    self._state_of(name).unlink(missing_ok=True)
         try:
             return json.loads(path.read_text())
         except ValueError as error:
             raise ValueError(f"'{path}' is damaged ({error}): remove it, and it is made again.") from error
 
-    def _run(self, trial: Trial, name: str) -> dict[str, Any]:
-        with show_bar(name, show=self.progress) as bar:
-            return run_trial(trial, self.jets, self.device, lambda done, total: bar.update(done, total))
+    def _run(self, trial: Trial, title: str, name: str) -> dict[str, Any]:
+        checkpoint = Checkpoint(self._state_of(name))
+        with show_bar(title, show=self.progress) as bar:
+            return run_trial(trial, self.jets, self.device, lambda done, total: bar.update(done, total), checkpoint)
+
+    def _state_of(self, name: str) -> Path:
+        """The file of a trial that is under way."""
+        return self.folder / "trials" / f".{name}.safetensors"
 
     def _digest(self) -> str:
         jets = self.jets
         return "-".join(part.digest() for part in (jets.train, jets.test, jets.others))
-
-
-def read_sets(preset: Preset, folder: str | Path | None = None) -> JetSets:
-    """Jets for this preset.
-
-    Args:
-        preset: how many.
-        folder: has `train` (top and QCD, which are split into training and test) and `others` (kinds from elsewhere), each a
-            file or folder that `read_jets` takes; None is what comes with the library.
-    """
-    if folder is None:
-        both, others = read_jets(bundled("jets")), read_jets(bundled("others"))
-    else:
-        both, others = (_read(Path(folder), name, preset) for name in ("train", "others"))
-    both = both.of_kind("qcd", "top").shuffled(0)
-    wanted = preset.num_train + preset.num_test
-    if len(both) < wanted:
-        raise ValueError(
-            f"preset '{preset.name}' needs {wanted:,} top and QCD jets, there are {len(both):,}: give more by --jets."
-        )
-    few = [others[others.kind == kind][: preset.num_others] for kind in sorted(set(others.kind.tolist()))]
-    return JetSets(both[: preset.num_train], both[preset.num_train : wanted], Jets.cat(few) if few else Jets.empty())
-
-
-def _read(folder: Path, name: str, preset: Preset) -> Jets:
-    for path in (folder / name, folder / f"{name}.npz"):
-        if path.exists():
-            return read_jets(path)
-    needed = {
-        "train": f"--jets {(preset.num_train + preset.num_test) // 2}",
-        "others": f"--jets {preset.num_others} --kinds all --pt 500 1000 --flat",
-    }
-    raise FileNotFoundError(f"'{folder}' has no {name}: make it with `adammcmc jets generate {folder / name} {needed[name]}`.")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _key(settings: dict[str, Any], name: str) -> str:
