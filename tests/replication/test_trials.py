@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import multiprocessing
@@ -182,6 +183,27 @@ def test_a_killed_trial_goes_on_bit_for_bit(method: str, jets: JetSets, tmp_path
         break
     assert lives >= 3, "it was killed"
     record.pop("seconds")
+    assert record == undisturbed
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("method", ["adam", "sgd", "sghmc", "released", "printed", "exact", "ensemble"])
+def test_a_killed_trial_goes_on_bit_for_bit_on_a_gpu(method: str, jets: JetSets, tmp_path: Path) -> None:
+    """Where steps are graphs: a process that goes on takes its first steps without, and has the same numbers."""
+    sizes: dict[str, Any] = {"precision": "bfloat16", "steps": 24, "burn_in": 8, "num_draws": 2}
+    if method == "exact":
+        trial = Trial.exact(TINY, steps=24, burn_in=8, num_draws=4, start=8)
+    else:
+        trial = Trial.of(TINY, method, sigma=2.0, sigma_delta=3661.6, start=0 if method in ("sgd", "sghmc") else 8, **sizes)
+    device = torch.device("cuda")
+    undisturbed = rounded(run_trial(trial, jets, device, lambda done, total: None))
+    for lives in (5, 11, 13, 1000):
+        torch.manual_seed(lives)
+        checkpoint = Deadly(tmp_path / ".state.safetensors", [lives])
+        with contextlib.suppress(Killed):
+            record = rounded(run_trial(trial, jets, device, lambda done, total: None, checkpoint))
+    for one in (record, undisturbed):
+        one.pop("seconds")
     assert record == undisturbed
 
 
