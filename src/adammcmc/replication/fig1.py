@@ -49,9 +49,9 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
     return {"grid": grid, "curves": curves, "rows": by_method, "anchors": anchors(preset, work)}
 
 
-def long_chain(preset: Preset, name: str, sigma: float) -> Trial:
+def long_chain(preset: Preset, name: str, sigma: float, **options: Any) -> Trial:
     """As many epochs as the paper's."""
-    return version(preset, name, sigma=sigma, sigma_delta=WIDE, looks=_LOOKS, **preset.long)
+    return version(preset, name, sigma=sigma, sigma_delta=WIDE, looks=_LOOKS, **preset.long, **options)
 
 
 def anchors(preset: Preset, work: Work) -> list[dict[str, Any]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from adammcmc.replication import published
 from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, crosses, legend, points
-from adammcmc.replication.fig1 import WIDE
+from adammcmc.replication.fig1 import WIDE, long_chain
 from adammcmc.replication.fig2b import scan
 from adammcmc.replication.rows import VERSIONS, exact_settings, rows, version
 from adammcmc.replication.sections import RULE, Line, exact_data, health, name_of, of_anchors, select, shown, table
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["GROUPS", "TARGETS", "TITLE", "draw", "run", "section", "yardsticks"]
 
 TITLE = "Figure 3: mean prediction and spread against sigma"
+LONG_SIGMAS = (0.2, 0.5, 1.0, 2.0, 4.0, 10.0)
+"""Of the chains of as many epochs as the paper's."""
 TARGETS = (0.6, 0.85, 0.95)
 """Acceptances that the exact chains' steps are tuned to: their sigma, so to say."""
 
@@ -31,26 +34,33 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
         version(preset, name, sigma=sigma, sigma_delta=WIDE, network="particlenet")
         for name, sigma in (("released", 0.2), ("released", 2.0), ("released", 10.0))
     ]
+    longer = [long_chain(preset, name, sigma) for name in VERSIONS for sigma in preset.points(LONG_SIGMAS, at_least=(2.0,))]
+    long_anchors = [long_chain(preset, name, 2.0, network="particlenet") for name in VERSIONS]
+    long_anchors += [Trial.of(preset, "snapshots", network="particlenet", **preset.long)]
     return {
         "scan": rows(work, scan(preset, WIDE)),
+        "long": rows(work, longer) if preset.long_steps else [],
+        "long yardsticks": rows(work, yardsticks(preset, preset.long)) if preset.long_steps else [],
+        "long anchors": rows(work, long_anchors, 1) if preset.long_steps and preset.anchors else [],
         "exact": rows(work, exact_settings(preset, targets=TARGETS), preset.exact_chains),
         "yardsticks": rows(work, yardsticks(preset)),
         "anchors": rows(work, anchors, 1) if preset.anchors else [],
     }
 
 
-def yardsticks(preset: Preset) -> list[Trial]:
+def yardsticks(preset: Preset, sizes: dict[str, Any] | None = None) -> list[Trial]:
     """One network; ten points of its path, which is what noise and test must improve on; the network with draws of its dropout
     masks; five networks at the compute of one chain; and five full ones.
 
     A step of AdamMCMC has two forwards and one backward, where Adam has one of each: about 4/3 of it.
     """
+    base = replace(Trial.of(preset, "adam"), **(sizes or {}))
     return [
-        Trial.of(preset, "adam"),
-        Trial.of(preset, "snapshots"),
-        Trial.of(preset, "dropout"),
-        Trial.of(preset, "ensemble", num_draws=5, steps=max(2, preset.steps * 4 // 15)),
-        Trial.of(preset, "ensemble", num_draws=5),
+        base,
+        replace(base, method="snapshots"),
+        replace(base, method="dropout"),
+        replace(base, method="ensemble", num_draws=5, steps=max(2, base.steps * 4 // 15)),
+        replace(base, method="ensemble", num_draws=5),
     ]
 
 

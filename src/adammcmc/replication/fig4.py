@@ -45,8 +45,9 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
     tests = [replace(base, test=test) for test in TESTS]
     smaller = [version(preset, "printed, data sum", sigma=sigma, sigma_delta=delta) for sigma, delta in SMALLER]
     large = replace(base, sigma=2.0, sigma_delta=WIDE, scale="batch_sum", network="particlenet")
+    anchors = [replace(large, test=test, start=start) for start in (few, many) for test in ("minibatch", "full")]
     return {
-        "anchors": rows(work, [replace(large, test=test) for test in ("minibatch", "full")], 1) if preset.anchors else [],
+        "anchors": rows(work, anchors, 1) if preset.anchors else [],
         "curves": curves,
         "rows": compared,
         "tests": rows(work, tests),

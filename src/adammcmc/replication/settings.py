@@ -91,6 +91,7 @@ PRESETS = {
     "smoke": Preset(
         "smoke", num_train=128, num_test=80, num_others=4, batch_size=16, steps=8, num_draws=4, seeds=1, thin=99,
         anchors=False, compared_data=64, exact_data=24, exact_steps=24, exact_chains=2, precision="float32", device="cpu",
+        long_steps=10,
     ),
     "small": Preset(
         "small", num_train=4_000, num_test=2_000, num_others=200, batch_size=128, steps=400, seeds=2, thin=2,
