@@ -15,13 +15,13 @@ import torch
 from adammcmc.replication import drawing, fig1, fig2a, fig2b, fig3, fig4, ood, published, temperature
 from adammcmc.replication.measures import judge, rounded
 from adammcmc.replication.rows import VERSIONS
-from adammcmc.replication.sections import Line, is_same, name_of, shown, table, verdict
+from adammcmc.replication.sections import Line, name_of, of_test_jets, shown, table, verdict
 from adammcmc.replication.sets import JetSets, read_sets
 from adammcmc.replication.settings import PRESETS, Preset
 from adammcmc.replication.trials import Trial
 
 FIGURES: dict[str, tuple[ModuleType, int]] = {
-    "fig1": (fig1, 3), "fig2a": (fig2a, 8), "fig2b": (fig2b, 4), "fig3": (fig3, 12), "fig4": (fig4, 6), "ood": (ood, 4),
+    "fig1": (fig1, 3), "fig2a": (fig2a, 8), "fig2b": (fig2b, 6), "fig3": (fig3, 20), "fig4": (fig4, 6), "ood": (ood, 6),
     "temperature": (temperature, 3),
 }  # fmt: skip
 """With the number of axes."""
@@ -122,30 +122,47 @@ def _rows(result: Any) -> list[dict[str, Any]]:
 def test_who_has_the_published_acceptance_is_found(results: dict[str, dict[str, Any]]) -> None:
     text = fig2b.section(results["fig2b"])
     lines = [line for line in text.splitlines() if line.startswith("| acceptance")]
-    assert len(lines) == 2 * len(fig2b.SIGMAS)
+    assert len(lines) == 2 * len(fig2b.SIGMAS) + len(fig2b.LATE_SIGMAS)
     for line in lines:
         assert line.endswith("| same: as printed, batch sum |"), line
 
 
 def test_half_of_the_chains_were_healthy(results: dict[str, dict[str, Any]]) -> None:
-    chains = 2 * len(fig2b.SIGMAS)
+    chains = 2 * (len(fig2b.SIGMAS) + len(fig2b.LATE_SIGMAS))
     assert f"as released: {chains // 2} of {chains} chains healthy" in fig2b.section(results["fig2b"])
 
 
 @pytest.mark.parametrize(
-    ("ours", "published_value", "read_to", "expected"),
+    ("ours", "published_value", "read_to", "seeds", "test_error", "expected"),
     [
-        ([0.50, 0.01], 0.52, 0.0, True),  # two errors
-        ([0.50, 0.01], 0.5201, 0.0, False),
-        ([0.50, 0.001], 0.52, 0.02, True),  # as near as it can be read
-        ([0.50, 0.001], 0.521, 0.02, False),
-        ([0.50, None], 0.51, 0.02, True),  # of one seed only the reading counts
-        ([0.50, None], 0.51, 0.0, False),
-        (None, 0.5, 1.0, False),
+        ([0.50, 0.01], 0.543, 0.0, 3, 0.0, True),  # 4.303 errors
+        ([0.50, 0.01], 0.5431, 0.0, 3, 0.0, False),
+        ([0.50, 0.01], 0.5277, 0.0, 5, 0.0, True),  # 2.776
+        ([0.50, 0.01], 0.5278, 0.0, 5, 0.0, False),
+        ([0.50, 0.003], 0.521, 0.0, 3, 0.004, True),  # 4.303 times 0.005, with the test jets'
+        ([0.50, 0.003], 0.522, 0.0, 3, 0.004, False),
+        ([0.50, 0.001], 0.52, 0.02, 3, 0.0, True),  # as near as it can be read
+        ([0.50, 0.001], 0.521, 0.02, 3, 0.0, False),
+        ([0.50, None], 0.51, 0.02, 1, 0.0, True),  # of one seed the reading counts, and the test jets
+        ([0.50, None], 0.51, 0.0, 1, 0.0, False),
+        ([0.50, None], 0.51, 0.0, 1, 0.005, True),
+        (None, 0.5, 1.0, 3, 0.0, False),
     ],
 )
-def test_the_rule(ours: Any, published_value: float, read_to: float, expected: bool) -> None:
-    assert is_same(ours, published_value, read_to) is expected
+def test_the_rule(ours: Any, published_value: float, read_to: float, seeds: int, test_error: float, expected: bool) -> None:
+    for error in (test_error, {"released": test_error, "exact": 9.0}):
+        line = Line("", published_value, {"released": ours}, read_to, seeds=seeds, test_error=error)
+        assert line.is_same("released") is expected
+    assert of_test_jets(0.936, [{"num_test": 6000}, {"num_test": 9000}]) == pytest.approx(0.00316, abs=1e-5)
+
+
+def test_students_interval_holds_nineteen_times_of_twenty() -> None:
+    """Of means over so many normal numbers: by simulation."""
+    for seeds in (2, 3, 5, 10):
+        numbers = torch.randn(20_000, seeds, generator=torch.Generator().manual_seed(seeds), dtype=torch.float64)
+        mean, error = numbers.mean(1), numbers.std(1) / seeds**0.5
+        line = Line("", 0.0, {"x": [0.0, 1.0]}, seeds=seeds)
+        assert float((mean.abs() <= line.half_width("x") * error).double().mean()) == pytest.approx(0.95, abs=0.006)
 
 
 def test_verdicts_in_words() -> None:
@@ -154,7 +171,7 @@ def test_verdicts_in_words() -> None:
     assert verdict(Line("", 0.5, {"released": near, "printed, batch sum": near}), columns) == "same"
     assert verdict(Line("", 0.5, {"released": far, "printed, batch sum": near}), columns) == "same: as printed, batch sum"
     assert verdict(Line("", 0.5, {"released": far}), columns) == "differs"
-    vague = [0.6, 0.2]  # within two errors, which are more than half of what is published
+    vague = [0.6, 0.2]  # in an interval of more than half of what is published
     assert verdict(Line("", 0.5, {"released": vague}), columns) == "cannot tell"
     assert verdict(Line("", 0.5, {"released": vague, "printed, batch sum": far}), columns) == "differs"
     assert verdict(Line("", 0.5, {"released": [0.5, 0.2]}, 0.02), columns) == "same"  # as near as it can be read

@@ -5,11 +5,29 @@ from __future__ import annotations
 import fcntl
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from adammcmc.replication.sets import read_sets
 from adammcmc.replication.settings import PRESETS
+from adammcmc.replication.trials import Trial
 from adammcmc.replication.work import Work
+
+
+def test_a_preset_for_a_gpu_says_so_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"trial": {"seed": 0}, "device": "cpu", "torch": "2", "seconds": 1.0}
+    monkeypatch.setattr("adammcmc.replication.work.run_trial", lambda *args: record)
+    jets = read_sets(PRESETS["smoke"])
+    assert [name for name, preset in PRESETS.items() if preset.is_for_gpu] == ["h200", "paper"]
+    work = Work(replace(PRESETS["h200"], device="cpu"), tmp_path, jets, progress=False)
+    with pytest.warns(UserWarning, match="'h200' is made for a GPU.*`--preset small`") as said:
+        work.records([Trial("adam"), Trial("sgd")])
+    assert len(said) == 1, "once"
+    work.records([Trial("adam")])
+    Work(PRESETS["smoke"], tmp_path / "b", jets, progress=False).records([Trial("adam")])
 
 
 def test_what_another_process_is_at_is_waited_for_and_all_come_in_their_order(tmp_path: Path) -> None:

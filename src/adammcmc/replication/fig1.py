@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from adammcmc.replication import published
 from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, legend
-from adammcmc.replication.rows import bands, row, rows, seeds_of, version
-from adammcmc.replication.sections import RULE, Line, health, of_anchors, shown, table
+from adammcmc.replication.rows import bands, lean, row, rows, seeds_of, version
+from adammcmc.replication.sections import RULE, Line, health, of_anchors, of_test_jets, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
 from adammcmc.replication.work import Work
@@ -45,7 +45,7 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
     curves, by_method = {}, {}
     for name, trial in chosen.items():
         records = work.records(seeds_of([trial], seeds))
-        curves[name], by_method[name] = bands(records), row(records)
+        curves[name], by_method[name] = bands(records), *lean([row(records)])
     return {"grid": grid, "curves": curves, "rows": by_method, "anchors": anchors(preset, work)}
 
 
@@ -63,7 +63,7 @@ def anchors(preset: Preset, work: Work) -> list[dict[str, Any]]:
     settings += [
         version(preset, name, sigma=2.0, sigma_delta=WIDE, network="particlenet") for name in ("released", "printed, batch sum")
     ]
-    return rows(work, settings, 1)
+    return lean(rows(work, settings, 1))
 
 
 def draw(result: dict[str, Any]) -> Figure:
@@ -81,7 +81,8 @@ def draw(result: dict[str, Any]) -> Figure:
         end = max(max(curves["loss"]["steps"]) for curves in result["curves"].values())
         first.set_xscale("log")
         first.set_yscale("log")
-        first.set_xlim(1, max(2.0, end / 4))
+        start = min(curves["loss"]["steps"][0] for curves in result["curves"].values())
+        first.set_xlim(start, max(2.0 * start, end / 4))
         first.set_yticks([0.1, 0.2, 0.3, 0.5, 0.7, 1.0], ["0.1", "0.2", "0.3", "0.5", "0.7", "1"])
         first.minorticks_off()
         whole.set_xlim(end / 4, end)
@@ -101,6 +102,7 @@ def draw(result: dict[str, Any]) -> Figure:
 def section(result: dict[str, Any]) -> str:
     """The loss at the end and the test accuracy, best and last, of each method."""
     columns = ("this method", "released", "printed, batch sum")
+    seeds = result["rows"]["adam"]["seeds"]
     lines = []
     for name, numbers in published.FIG1.items():
         own = {column: f"{column}, {name}" for column in columns[1:]} if name.startswith("sigma") else {columns[0]: name}
@@ -108,18 +110,24 @@ def section(result: dict[str, Any]) -> str:
         words = f"AdamMCMC, {name}" if name.startswith("sigma") else LABELS[name]
         losses: dict[str, Value] = {column: result["rows"][method]["final_loss"] for column, method in known.items()}
         loss = f"below {numbers['loss_at_most']:g}" if "loss_at_most" in numbers else numbers.get("loss", "follows Adam")
-        lines.append(Line(f"{words}: training loss at the end", loss, losses, 0.005))
-        for what, index in (("best", max), ("end", _last)):
-            ours: dict[str, Value] = {c: [index(result["curves"][m]["accuracy"]["mean"]), None] for c, m in known.items()}
-            lines.append(Line(f"{words}: test accuracy, {what}", numbers[what], ours, published.ERROR_READ_TO))
+        lines.append(Line(f"{words}: training loss at the end", loss, losses, 0.005, seeds=seeds))
+        for what, key in (("best", "best_accuracy"), ("end", "last_accuracy")):
+            ours: dict[str, Value] = {column: result["rows"][method][key] for column, method in known.items()}
+            lines.append(
+                Line(
+                    f"{words}: test accuracy, {what}",
+                    numbers[what],
+                    ours,
+                    published.ERROR_READ_TO,
+                    seeds=seeds,
+                    test_error=of_test_jets(numbers[what], list(result["rows"].values())),
+                )
+            )
     text = [table(lines, columns), RULE.format(read_to="0.002 in accuracy, 0.005 in loss"), ""]
     for method, grid in result["grid"].items():
         found = ", ".join(f"{entry['lr']:g} ({entry['accuracy']:.3f})" for entry in grid)
         text.append(f"{LABELS[method]}: learning rates tried, with the accuracy at the end: {found}.")
-    drops = [
-        f"{_label(name)} {max(accuracy) - accuracy[-1]:.3f}"
-        for name, accuracy in ((name, curves["accuracy"]["mean"]) for name, curves in result["curves"].items())
-    ]
+    drops = [f"{_label(name)} {own['best_accuracy'][0] - own['last_accuracy'][0]:.3f}" for name, own in result["rows"].items()]
     silent = result["rows"]["sghmc"].get("silent")
     if silent is not None:
         text.append(f"sgHMC adds no noise to {shown(silent)} of the weights: their gradients are too large for its step.")
@@ -130,10 +138,6 @@ def section(result: dict[str, Any]) -> str:
 def _label(name: str) -> str:
     sampler, _, sigma = name.partition(", sigma ")
     return LABELS[sampler] + (f", sigma {float(sigma):g}" if sigma else "")
-
-
-def _last(values: list[float]) -> float:
-    return values[-1]
 
 
 def _smooth(values: list[float], window: int = 15) -> list[float]:

@@ -9,7 +9,7 @@ from adammcmc.replication import published
 from adammcmc.replication.drawing import LABELS, canvas, crosses, legend, line, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.rows import VERSIONS, lean, rows, version
-from adammcmc.replication.sections import RULE, Line, at, error_of, health, of_anchors, select, table
+from adammcmc.replication.sections import RULE, Line, at, error_of, health, of_anchors, of_test_jets, select, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.work import Work
 
@@ -103,7 +103,10 @@ def section(result: dict[str, Any]) -> str:
                 lines.append(Line(f"acceptance, {words}", accepted[sigma].get(x), ours, published.ACCEPTANCE_READ_TO))
                 if x in errors[sigma]:
                     wrong = {name: error_of(value) for name, value in at(here, "accuracy", sigma=sigma).items()}
-                    lines.append(Line(f"1 - accuracy, {words}", errors[sigma][x], wrong, published.ERROR_READ_TO))
+                    error = of_test_jets(errors[sigma][x], here)
+                    lines.append(
+                        Line(f"1 - accuracy, {words}", errors[sigma][x], wrong, published.ERROR_READ_TO, test_error=error)
+                    )
     text = [table(lines, columns), RULE.format(read_to="0.02 in acceptance, 0.002 in accuracy"), ""]
     for name in columns:
         own = [row for row in select(result["by_delta"], name) if row["acceptance"] is not None and row["kappa"] is not None]

@@ -8,7 +8,7 @@ from adammcmc.replication import published
 from adammcmc.replication.drawing import LABELS, canvas, crosses, legend, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.rows import VERSIONS, lean, rows, version
-from adammcmc.replication.sections import RULE, Line, at, error_of, health, of_anchors, select, shown, table
+from adammcmc.replication.sections import RULE, Line, at, error_of, health, of_anchors, of_test_jets, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
 from adammcmc.replication.work import Work
@@ -55,19 +55,30 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
     }
 
 
+PARTS = {
+    "with": "with noise along the step",
+    "without": "without, from initialisation",
+    "without, after Adam": "without, from trained weights",
+}
+
+
+def _published(which: str) -> str:
+    return which.partition(",")[0]
+
+
 def draw(result: dict[str, Any]) -> Figure:
-    """Acceptance and 1 - accuracy against sigma; with noise along the step on the left, without on the right."""
-    with canvas(2, 2, height=7.2) as (figure, axes):
-        for column, which in enumerate(("with", "without")):
-            above, below = axes[column], axes[2 + column]
+    """Acceptance (above) and 1 - accuracy (below) against sigma, with and without noise along the step."""
+    with canvas(2, 3, width=13.0, height=7.2) as (figure, axes):
+        for column, (which, title) in enumerate(PARTS.items()):
+            above, below = axes[column], axes[3 + column]
             for name in VERSIONS:
                 own = select(result[which], name)
                 x = [row["setting"]["sigma"] for row in own]
                 points(above, x, [row["acceptance"] for row in own], name)
                 points(below, x, [error_of(row["accuracy"]) for row in own], name)
-            crosses(above, published.FIG2B_ACCEPTANCE[which])
-            crosses(below, published.FIG2B_ERROR[which])
-            above.set_title(f"{which} noise along the step (sigma_Delta {WIDE if which == 'with' else 0:g})")
+            crosses(above, published.FIG2B_ACCEPTANCE[_published(which)])
+            crosses(below, published.FIG2B_ERROR[_published(which)])
+            above.set_title(title)
             above.set_ylabel("acceptance")
             above.set_ylim(-0.03, 1.03)
             below.set_ylabel("1 - accuracy of the posterior mean")
@@ -80,18 +91,19 @@ def section(result: dict[str, Any]) -> str:
     """Published and ours, at each sigma."""
     columns = list(VERSIONS)
     lines = []
-    for which in ("with", "without"):
+    for which, title in PARTS.items():
         rows = result[which]
         for sigma in sorted({row["setting"]["sigma"] for row in rows}):
-            words = f"{which} noise along the step, sigma {sigma:g}"
-            accepted = published.FIG2B_ACCEPTANCE[which].get(sigma)
+            words = f"{title}, sigma {sigma:g}"
+            accepted = published.FIG2B_ACCEPTANCE[_published(which)].get(sigma)
             lines.append(
                 Line(f"acceptance, {words}", accepted, at(rows, "acceptance", sigma=sigma), published.ACCEPTANCE_READ_TO)
             )
-            if sigma in published.FIG2B_ERROR[which]:
+            if sigma in published.FIG2B_ERROR[_published(which)]:
                 ours = {name: error_of(value) for name, value in at(rows, "accuracy", sigma=sigma).items()}
-                error = published.FIG2B_ERROR[which][sigma]
-                lines.append(Line(f"1 - accuracy, {words}", error, ours, published.ERROR_READ_TO))
+                error = published.FIG2B_ERROR[_published(which)][sigma]
+                jets = of_test_jets(error, rows)
+                lines.append(Line(f"1 - accuracy, {words}", error, ours, published.ERROR_READ_TO, test_error=jets))
     text = [table(lines, columns), RULE.format(read_to="0.02 in acceptance, 0.002 in accuracy"), ""]
     for name in columns:
         own = [row for row in select(result["with"], name) if row["acceptance"] is not None]
@@ -102,4 +114,4 @@ def section(result: dict[str, Any]) -> str:
                 f"acceptance goes from {shown(low['acceptance'])} to {shown(high['acceptance'])} and 1 - accuracy from "
                 f"{shown(error_of(low['accuracy']))} to {shown(error_of(high['accuracy']))}."
             )
-    return "\n".join([*text, of_anchors(result["anchors"]), health(result["with"])])
+    return "\n".join([*text, of_anchors(result["anchors"]), health([*result["with"], *result["without, after Adam"]])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from adammcmc.replication import published
 from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, crosses, legend, points
 from adammcmc.replication.fig1 import WIDE, long_chain
 from adammcmc.replication.fig2b import scan
-from adammcmc.replication.rows import VERSIONS, exact_settings, rows, version
+from adammcmc.replication.rows import VERSIONS, exact_settings, lean, rows, version
 from adammcmc.replication.sections import RULE, Line, exact_data, health, name_of, of_anchors, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
@@ -37,15 +38,16 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
     longer = [long_chain(preset, name, sigma) for name in VERSIONS for sigma in preset.points(LONG_SIGMAS, at_least=(2.0,))]
     long_anchors = [long_chain(preset, name, 2.0, network="particlenet") for name in VERSIONS]
     long_anchors += [Trial.of(preset, "snapshots", network="particlenet", **preset.long)]
-    return {
-        "scan": rows(work, scan(preset, WIDE)),
-        "long": rows(work, longer) if preset.long_steps else [],
-        "long yardsticks": rows(work, yardsticks(preset, preset.long)) if preset.long_steps else [],
-        "long anchors": rows(work, long_anchors, 1) if preset.long_steps and preset.anchors else [],
-        "exact": rows(work, exact_settings(preset, targets=TARGETS), preset.exact_chains),
-        "yardsticks": rows(work, yardsticks(preset)),
-        "anchors": rows(work, anchors, 1) if preset.anchors else [],
+    parts: dict[str, tuple[list[Trial], int]] = {
+        "scan": (scan(preset, WIDE), preset.seeds),
+        "long": (longer if preset.long_steps else [], preset.seeds),
+        "long yardsticks": (yardsticks(preset, preset.long) if preset.long_steps else [], preset.seeds),
+        "long anchors": (long_anchors if preset.long_steps and preset.anchors else [], 1),
+        "exact": (exact_settings(preset, targets=TARGETS), preset.exact_chains),
+        "yardsticks": (yardsticks(preset), preset.seeds),
+        "anchors": (anchors if preset.anchors else [], 1),
     }
+    return {name: lean(rows(work, settings, seeds), "groups", "reliability") for name, (settings, seeds) in parts.items()}
 
 
 def yardsticks(preset: Preset, sizes: dict[str, Any] | None = None) -> list[Trial]:
@@ -79,8 +81,10 @@ QUALITY = {
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """Mean prediction and spread of each group against sigma; below, what the paper does not show, with the yardsticks."""
-    with canvas(3, 4, width=13.0, height=10.0) as (figure, axes):
+    """Mean prediction and spread of each group against sigma; below, what the paper does not show: quality beside the
+    yardsticks, at both lengths of the chains, and reliability."""
+    longest = "long" if result["long"] else "scan"
+    with canvas(5 if result["long"] else 4, 4, width=13.0, height=16.0 if result["long"] else 13.0) as (figure, axes):
         for column, (group, title) in enumerate(GROUPS.items()):
             for place, what, known in ((column, "mean", published.FIG3_MEAN), (4 + column, "spread", published.FIG3_SPREAD)):
                 for name in VERSIONS:
@@ -92,18 +96,48 @@ def draw(result: dict[str, Any]) -> Figure:
             axes[column].set_title(title)
             axes[column].set_ylim(-0.03, 1.03)
             axes[4 + column].set_ylim(-0.005, max(0.05, axes[4 + column].get_ylim()[1]))
-        for one, (what, title) in zip(axes[8:], QUALITY.items(), strict=True):
-            for name in VERSIONS:
-                own = select(result["scan"], name)
-                points(one, [row["setting"]["sigma"] for row in own], [row[what] for row in own], name)
-            _levels(one, [*result["exact"], *_single(result["yardsticks"])], what)
-            one.set_title(title)
-            one.set_xlabel("sigma (nominal)")
         axes[0].set_ylabel("mean prediction")
         axes[4].set_ylabel("spread (75% - 25%)")
-        axes[8].set_ylabel("on test jets")
-        legend(figure, axes)
+        _quality(axes[8:12], result["scan"], result["yardsticks"])
+        if result["long"]:
+            _quality(axes[12:16], result["long"], result["long yardsticks"])
+        _reliability(axes[-4:], result[longest], result["yardsticks" if longest == "scan" else "long yardsticks"])
+        legend(figure, axes[:-4])
     return figure
+
+
+def _quality(axes: Sequence[Axes], scan: list[dict[str, Any]], yardsticks: list[dict[str, Any]]) -> None:
+    """NLL, ECE, coverage and accuracy against sigma, with the yardsticks as levels."""
+    for one, (what, title) in zip(axes, QUALITY.items(), strict=True):
+        for name in VERSIONS:
+            own = select(scan, name)
+            points(one, [row["setting"]["sigma"] for row in own], [row[what] for row in own], name)
+        _levels(one, _single(yardsticks), what)
+        one.set_title(title)
+        one.set_xlabel("sigma (nominal)")
+    axes[0].set_ylabel(f"on test jets, {scan[0]['setting']['steps']:,} steps")
+
+
+def _reliability(axes: Sequence[Axes], scan: list[dict[str, Any]], yardsticks: list[dict[str, Any]]) -> None:
+    """Tops that were found less tops that were promised, by score: each sigma a line, from dark (small) to light."""
+    import matplotlib as mpl
+
+    for one, name in zip(axes, (*VERSIONS, "yardsticks"), strict=True):
+        own = _single(yardsticks) if name == "yardsticks" else select(scan, name)
+        for number, row in enumerate(own):
+            curve = row["reliability"]
+            gaps = [found - said for found, said in zip(curve["accuracy"], curve["confidence"], strict=True)]
+            colour: Any = mpl.colormaps["viridis"](number / max(1, len(own)))
+            label = f"sigma {row['setting']['sigma']:g}"
+            if name == "yardsticks":
+                colour, label = COLOURS[name_of(row)], LABELS[name_of(row)]
+            one.plot(curve["confidence"], gaps, marker=".", linewidth=1.2, color=colour, label=label)
+        one.axhline(0.0, color="black", linewidth=0.8)
+        one.set_ylim(-0.4, 0.4)
+        one.set_title(f"reliability: {LABELS.get(name, name)}")
+        one.set_xlabel("mean score of a top")
+        one.legend(fontsize=8, ncols=1 if name == "yardsticks" else 2)
+    axes[0].set_ylabel("share of tops less mean score")
 
 
 def section(result: dict[str, Any]) -> str:
@@ -114,20 +148,15 @@ def section(result: dict[str, Any]) -> str:
         for group, title in GROUPS.items():
             for sigma, value in known[group].items():
                 rows = [row for row in result["scan"] if row["setting"]["sigma"] == sigma]
-                ours: dict[str, Value] = {name_of(row): row["groups"][group][what] for row in rows}
-                if ours:
-                    ours |= {"exact": _middle(result["exact"])["groups"][group][what]} if result["exact"] else {}
+                if rows:
+                    rows += [_middle(result["exact"])] if result["exact"] else []
+                    ours: dict[str, Value] = {name_of(row): row["groups"][group][what] for row in rows}
+                    errors = {name_of(row): row["groups"][group][f"{what}, test error"] for row in rows}
                     word = "mean prediction" if what == "mean" else "spread"
-                    lines.append(Line(f"{word}, {title}, sigma {sigma:g}", value, ours, published.SPREAD_READ_TO))
-    others = [
-        "| | accuracy | NLL | ECE | coverage of 90% bars | mean spread | R-hat, median (worst) |",
-        "|---|---|---|---|---|---|---|",
-    ]
+                    words = f"{word}, {title}, sigma {sigma:g}"
+                    lines.append(Line(words, value, ours, published.SPREAD_READ_TO, seeds=rows[0]["seeds"], test_error=errors))
     shown_rows = [row for name in VERSIONS for row in select(result["scan"], name)]
-    for row in [*shown_rows, *result["exact"], *result.get("exact, one start", []), *result["yardsticks"]]:
-        agreement = f"{row['rhat']:.3f} ({row['worst_rhat']:.3f})" if row.get("rhat") else "–"
-        numbers = [shown(row[what]) for what in ("accuracy", "nll", "ece", "coverage", "mean_spread")]
-        others.append(f"| {_title(row)} | {' | '.join(numbers)} | {agreement} |")
+    others = _table_of_quality([*shown_rows, *result["exact"], *result["yardsticks"]])
     text = [table(lines, columns), RULE.format(read_to="0.01"), "", *others, ""]
     for name in VERSIONS:
         own = [row for row in select(result["scan"], name) if row["mean_spread"] is not None]
@@ -140,7 +169,25 @@ def section(result: dict[str, Any]) -> str:
         spreads = ", ".join(f"{shown(r['mean_spread'])} at {r['setting']['target_acceptance']:g}" for r in result["exact"])
         text.append(f"Exact chains, mean spread by target acceptance, which sets the length of their steps: {spreads}.")
     text.append(exact_data(result["exact"], result["scan"]))
-    return "\n".join([*text, of_anchors(result["anchors"]), health([*result["scan"], *result["exact"]])])
+    if result["long"]:
+        longer = [row for name in VERSIONS for row in select(result["long"], name)]
+        steps = longer[0]["setting"]["steps"]
+        text += ["", f"Chains and trainings of {steps:,} steps, as many epochs as the paper's:", ""]
+        text += _table_of_quality([*longer, *result["long yardsticks"]])
+    anchors = [*result["anchors"], *result["long anchors"]]
+    return "\n".join([*text, "", of_anchors(anchors), health([*result["scan"], *result["exact"]])])
+
+
+def _table_of_quality(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| | accuracy | NLL | ECE | coverage of 90% bars | mean spread | R-hat, median (worst) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        agreement = f"{row['rhat']:.3f} ({row['worst_rhat']:.3f})" if row.get("rhat") else "–"
+        numbers = [shown(row[what]) for what in ("accuracy", "nll", "ece", "coverage", "mean_spread")]
+        lines.append(f"| {_title(row)} | {' | '.join(numbers)} | {agreement} |")
+    return lines
 
 
 def _middle(rows: list[dict[str, Any]]) -> dict[str, Any]:

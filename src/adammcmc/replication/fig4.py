@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from adammcmc.replication import published
 from adammcmc.replication.drawing import LABELS, Value, canvas, legend, points
 from adammcmc.replication.fig1 import WIDE
-from adammcmc.replication.rows import bands, row, rows, seeds_of, version
+from adammcmc.replication.rows import bands, lean, row, rows, seeds_of, version
 from adammcmc.replication.sections import Line, health, of_anchors, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import TESTS, Trial
@@ -40,18 +40,18 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
                 trial = version(preset, scale, sigma=2.0, sigma_delta=WIDE, test=test, start=start, **sizes)
                 records = work.records(seeds_of([trial], preset.seeds))
                 key = f"{scale} | {name} | {test}"
-                curves[key], compared[key] = bands(records)["loss"], row(records)
+                curves[key], compared[key] = bands(records)["loss"], *lean([row(records)])
     base: Trial = version(preset, "printed, data sum", sigma=0.2, sigma_delta=1000.0, start=many, **sizes)
     tests = [replace(base, test=test) for test in TESTS]
     smaller = [version(preset, "printed, data sum", sigma=sigma, sigma_delta=delta) for sigma, delta in SMALLER]
     large = replace(base, sigma=2.0, sigma_delta=WIDE, scale="batch_sum", network="particlenet")
     anchors = [replace(large, test=test, start=start) for start in (few, many) for test in ("minibatch", "full")]
     return {
-        "anchors": rows(work, anchors, 1) if preset.anchors else [],
+        "anchors": lean(rows(work, anchors, 1)) if preset.anchors else [],
         "curves": curves,
         "rows": compared,
-        "tests": rows(work, tests),
-        "smaller": rows(work, smaller),
+        "tests": lean(rows(work, tests)),
+        "smaller": lean(rows(work, smaller)),
         "num_data": preset.compared_data,
     }
 

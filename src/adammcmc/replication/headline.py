@@ -88,7 +88,7 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
     layer = LastLayer(jets.train, jets.test, work.device)
     name = f"{size.jets}-{size.chains}-{size.steps}-{jets.train.digest()}"
     functions = {f"headline-{_slug(sampler)}-{name}": partial(_rows, layer, sampler, size) for sampler in SAMPLERS}
-    *rows, truth = work.all_kept(functions | {f"headline-truth-{name}": partial(_truth, layer, size)}).values()
+    *rows, truth = work.all_kept(functions | {f"headline-truth-{name}": partial(_truth, layer, size)}, "headline").values()
     return {
         "num_jets": len(layer.signed),
         "num_held_out": len(layer.held_out),

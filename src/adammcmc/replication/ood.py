@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from adammcmc.jets.data import KINDS
 from adammcmc.replication import published
 from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, crosses, legend, log_ticks, points
 from adammcmc.replication.fig1 import WIDE, long_chain
 from adammcmc.replication.fig3 import yardsticks
-from adammcmc.replication.rows import VERSIONS, exact_settings, rows, version
+from adammcmc.replication.rows import VERSIONS, exact_settings, lean, rows, version
 from adammcmc.replication.sections import RULE, Line, exact_data, health, name_of, of_anchors, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.work import Work
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["TITLE", "draw", "run", "section"]
 
 TITLE = "Jets from elsewhere: mutual information and detection"
 SIGMAS = (0.01, 0.1, 0.2, 0.5, 2.0)
+KEPT = ("information", "others", "by_pt", "spread_by_pt")
 LONG_SIGMAS = (0.01, 0.2, 0.5, 2.0)
 LONG_VERSIONS = ("released", "printed, batch sum")
 """Whose chains are also run for as many epochs as the paper's: those of Figure 1 and two sigmas more."""
@@ -32,11 +35,11 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
     anchors = [version(preset, "released", sigma=sigma, sigma_delta=WIDE, network="particlenet") for sigma in (0.01, 0.2, 2.0)]
     longer = [long_chain(preset, name, sigma) for name in LONG_VERSIONS for sigma in LONG_SIGMAS] if preset.long_steps else []
     return {
-        "scan": rows(work, scan),
-        "long": rows(work, longer),
-        "exact": rows(work, exact_settings(preset, targets=(0.85,)), preset.exact_chains),
-        "yardsticks": rows(work, yardsticks(preset)),
-        "anchors": rows(work, anchors, 1) if preset.anchors else [],
+        "scan": lean(rows(work, scan), *KEPT),
+        "long": lean(rows(work, longer), *KEPT),
+        "exact": lean(rows(work, exact_settings(preset, targets=(0.85,)), preset.exact_chains), *KEPT),
+        "yardsticks": lean(rows(work, yardsticks(preset)), *KEPT),
+        "anchors": lean(rows(work, anchors, 1)) if preset.anchors else [],
     }
 
 
@@ -45,12 +48,17 @@ WHERE = 0.2
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """Mutual information of top jets against sigma; by pT and kind; and how well each method finds jets from elsewhere."""
-    with canvas(2, 2, width=12.0, height=9.0) as (figure, (known, unseen, by_pt, found)):
+    """Mutual information of top jets against sigma, and of all kinds against pT; their spread; how well both find them."""
+    with canvas(2, 3, width=15.0, height=9.0) as (figure, axes):
+        known, unseen, by_pt, found, found_by_spread, spread_by_pt = axes
         for one, title in ((known, "training tops"), (unseen, "tops from elsewhere")):
-            for name in VERSIONS:
-                own = [row for row in select(result["scan"], name) if "others" in row]
-                points(one, [row["setting"]["sigma"] for row in own], [_information(row, title) for row in own], name)
+            for part, options in (("scan", {}), ("long", {"linestyle": ":", "markerfacecolor": "white"})):
+                for name in VERSIONS:
+                    own = [row for row in select(result[part], name) if "others" in row]
+                    values = [_information(row, title) for row in own]
+                    if own:
+                        label = f"{LABELS[name]}, {own[0]['setting']['steps']:,} steps"
+                        points(one, [row["setting"]["sigma"] for row in own], values, name, label=label, **options)
             crosses(one, published.OOD_BY_SIGMA[title])
             one.set_xscale("log")
             one.set_yscale("log")
@@ -59,32 +67,52 @@ def draw(result: dict[str, Any]) -> Figure:
             one.set_title(title)
             one.set_xlabel("sigma (nominal)")
             one.set_ylabel("mutual information (nats)")
-        rows = [row for row in select(result["scan"], "printed, batch sum", sigma=WHERE) if "by_pt" in row]
-        for number, (kind, bins) in enumerate(rows[0]["by_pt"].items() if rows else ()):
-            filled = [b for b in bins if b[3] is not None and b[3][0] is not None]
-            centres, values = [(b[0] + b[1]) / 2 for b in filled], [b[3][0] for b in filled]
-            by_pt.plot(centres, values, marker=".", color=f"C{number}", label=kind)
-        by_pt.axvspan(550, 650, color="#eeeeee", zorder=0)
-        by_pt.set_title(f"as printed, batch sum, sigma {WHERE:g}; grey: the training window")
-        by_pt.set_xlabel("jet pT (GeV)")
-        by_pt.set_ylabel("mutual information (nats)")
-        by_pt.set_xlim(490, 1030)
-        by_pt.legend(ncols=2, fontsize=9)
-        methods, drawn = _methods(result), set[str]()
-        for number, row in enumerate(methods):
-            values = [row["others"][kind]["auroc_information"] for kind in row["others"]]
-            at = [k + (number - (len(methods) - 1) / 2) * 0.1 for k in range(len(values))]
-            label = LABELS[name_of(row)] if name_of(row) in VERSIONS else _title(row)
-            face = "white" if name_of(row) in drawn else COLOURS[name_of(row)]  # of two ensembles the larger is hollow
-            points(found, at, values, name_of(row), linestyle="", label=label, markerfacecolor=face)
-            drawn.add(name_of(row))
-        if methods:
-            found.set_xticks(range(len(methods[0]["others"])), list(methods[0]["others"]))
-        found.axhline(0.5, color="black", linewidth=0.8)
-        found.set_ylabel("AUROC of mutual information")
-        found.set_title(f"told from the test jets, sigma {WHERE:g} (0.5: not at all)")
-        legend(figure, (known, unseen, found), columns=3)
+        _against_pt(by_pt, result, "by_pt", "mutual information (nats)")
+        _against_pt(spread_by_pt, result, "spread_by_pt", "mean spread (75% - 25%)")
+        for kind in ("top", "quark", "gluon"):  # (of the others a range is known)
+            for at, (value, _) in published.OOD_BY_PT[kind].items():
+                by_pt.plot(at, value, marker="x", color=_KIND_COLOURS[kind], markersize=8, linestyle="")
+        _detection(found, result, "auroc_information", "AUROC of mutual information")
+        _detection(found_by_spread, result, "auroc_spread", "AUROC of the spread")
+        legend(figure, (known, unseen, found), columns=4)
     return figure
+
+
+_KIND_COLOURS = {kind: f"C{number}" for number, kind in enumerate(KINDS)}
+
+
+def _against_pt(axes: Axes, result: dict[str, Any], what: str, label: str) -> None:
+    """Of Algorithm 1 on the batch sum, each kind a line."""
+    rows = [row for row in select(result["scan"], "printed, batch sum", sigma=WHERE) if what in row]
+    for kind, bins in rows[0][what].items() if rows else ():
+        filled = [b for b in bins if b[3] is not None and b[3][0] is not None]
+        centres, values = [(b[0] + b[1]) / 2 for b in filled], [b[3][0] for b in filled]
+        axes.plot(centres, values, marker=".", color=_KIND_COLOURS[kind], label=kind)
+    axes.axvspan(550, 650, color="#eeeeee", zorder=0)
+    axes.set_title(f"as printed, batch sum, sigma {WHERE:g}; grey: training")
+    axes.set_xlabel("jet pT (GeV)")
+    axes.set_ylabel(label)
+    axes.set_xlim(490, 1030)
+    axes.set_ylim(0.0, 1.25 * axes.get_ylim()[1])  # room for the legend
+    axes.legend(ncols=4, fontsize=9, loc="upper center")
+
+
+def _detection(axes: Axes, result: dict[str, Any], what: str, label: str) -> None:
+    """How well each method tells each kind from the test jets."""
+    methods, drawn = _methods(result), set[str]()
+    for number, row in enumerate(methods):
+        values = [row["others"][kind][what] for kind in row["others"]]
+        at = [k + (number - (len(methods) - 1) / 2) * 0.1 for k in range(len(values))]
+        face = "white" if name_of(row) in drawn else COLOURS[name_of(row)]  # of two ensembles the larger is hollow
+        name = name_of(row)
+        label_of = f"{LABELS[name]}, {row['setting']['steps']:,} steps" if name in VERSIONS else _title(row)
+        points(axes, at, values, name, linestyle="", label=label_of, markerfacecolor=face)
+        drawn.add(name)
+    if methods:
+        axes.set_xticks(range(len(methods[0]["others"])), list(methods[0]["others"]))
+    axes.axhline(0.5, color="black", linewidth=0.8)
+    axes.set_ylabel(label)
+    axes.set_title(f"told from the test jets, sigma {WHERE:g} (0.5: not at all)")
 
 
 def section(result: dict[str, Any]) -> str:
@@ -100,13 +128,21 @@ def section(result: dict[str, Any]) -> str:
                     f"mutual information, {title}, sigma {sigma:g}", value, ours, published.INFORMATION_READ_TO * value, 4
                 )
                 lines.append(line)
-    methods = _methods(result)
-    kinds = list(methods[0]["others"]) if methods else []
-    detected = [f"| AUROC | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
-    for row in methods:
-        numbers = [shown(row["others"][kind]["auroc_information"], 2) for kind in kinds]
-        detected.append(f"| {_title(row)} | {' | '.join(numbers)} |")
-    text = [table(lines, columns), RULE.format(read_to="20%"), "", *detected, ""]
+    at_pt = [
+        Line(f"mutual information, {kind} jets at {pt:g} GeV, sigma {WHERE:g}", value, _near(result, kind, pt), read_to, 4)
+        for kind, values in published.OOD_BY_PT.items()
+        for pt, (value, read_to) in values.items()
+    ]
+    lines += [line for line in at_pt if line.ours]
+    text = [table(lines, columns), RULE.format(read_to="20% or the published range"), ""]
+    text += _detected(result, "auroc_information", "mutual information")
+    text += ["", *_detected(result, "auroc_spread", "the spread"), ""]
+    for row in [row for row in result["long"] if "others" in row]:
+        numbers = [shown(_information(row, title), 4) for title in published.OOD_BY_SIGMA]
+        text.append(
+            f"{_title(row).capitalize()}, {row['setting']['steps']:,} steps: mutual information {numbers[0]} (training tops), "
+            f"{numbers[1]} (tops from elsewhere)."
+        )
     for name in VERSIONS:
         own = [row for row in select(result["scan"], name) if "others" in row]
         if len(own) > 1:
@@ -117,6 +153,27 @@ def section(result: dict[str, Any]) -> str:
             )
     text.append(exact_data(result["exact"], result["scan"]))
     return "\n".join([*text, of_anchors(result["anchors"]), health([*result["scan"], *result["exact"]])])
+
+
+def _detected(result: dict[str, Any], what: str, words: str) -> list[str]:
+    """A table: how well each method tells each kind of jets from the test jets."""
+    methods = _methods(result)
+    kinds = list(methods[0]["others"]) if methods else []
+    lines = [f"| AUROC of {words} | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+    cells = [" | ".join(shown(row["others"][kind][what], 2) for kind in kinds) for row in methods]
+    return lines + [f"| {_title(row)} | {cell} |" for row, cell in zip(methods, cells, strict=True)]
+
+
+def _near(result: dict[str, Any], kind: str, pt: float) -> dict[str, Value]:
+    """Mutual information within 50 GeV of this pT, at one sigma. (Bins share their seeds: their errors are averaged too.)"""
+    found: dict[str, Value] = {}
+    for row in result["scan"]:
+        if row["setting"]["sigma"] == WHERE and kind in row.get("by_pt", {}):
+            bins = [b[3] for b in row["by_pt"][kind] if abs((b[0] + b[1]) / 2 - pt) < 50 and b[3] and b[3][0] is not None]
+            if bins:
+                error = None if any(b[1] is None for b in bins) else sum(b[1] for b in bins) / len(bins)
+                found[name_of(row)] = [sum(b[0] for b in bins) / len(bins), error]
+    return found
 
 
 def _information(row: dict[str, Any], title: str) -> Value:

@@ -61,9 +61,9 @@ def rows(work: Work, settings: Sequence[Setting], seeds: int | None = None) -> l
     return [row(records[i :: len(settings)]) for i in range(len(settings))]
 
 
-def lean(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows without what is said of single groups of jets, for figures that have many rows and do not show it."""
-    return [{name: value for name, value in found.items() if name not in _BULKY} for found in table]
+def lean(table: Sequence[dict[str, Any]], *keep: str) -> list[dict[str, Any]]:
+    """Rows without what is said of single groups of jets, but for these: files shall be small."""
+    return [{name: value for name, value in found.items() if name in keep or name not in _BULKY} for found in table]
 
 
 def row(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def row(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         found["best_accuracy"] = over_seeds([max(values) for values in on_the_way])
         found["last_accuracy"] = over_seeds([values[-1] for values in on_the_way])
     found["groups"] = {name: _group([d["groups"][name] for d in draws]) for name in draws[0]["groups"]}
-    found["reliability"] = draws[0]["reliability"]
+    found["reliability"] = _pooled([d["reliability"] for d in draws])
     for name in ("information", "others", "by_pt", "spread_by_pt"):
         if name in draws[0]:
             found[name] = _averaged([d[name] for d in draws])
@@ -118,6 +118,19 @@ def _agreement(draws: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not len(known):
         return {}
     return {"rhat": float(known.median()), "worst_rhat": float(known.max()), "ess": float(ess[ess.isfinite()].median())}
+
+
+def _pooled(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A reliability curve of all seeds: bins are weighted by their jets; empty ones are left out."""
+    found: dict[str, Any] = {"confidence": [], "accuracy": [], "count": []}
+    for number in range(len(parts[0]["count"])):
+        counts = [p["count"][number] for p in parts]
+        if sum(counts):
+            for name in ("confidence", "accuracy"):
+                weighted = [count * (p[name][number] or 0.0) for count, p in zip(counts, parts, strict=True)]
+                found[name].append(sum(weighted) / sum(counts))
+            found["count"].append(sum(counts) / len(parts))
+    return found
 
 
 def _group(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

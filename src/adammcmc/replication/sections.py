@@ -1,8 +1,12 @@
 """What the sections of the page share: the table of published and measured numbers, its verdicts, and the health lines.
 
-The rule of a verdict: "same" if |ours - published| is at most two standard errors over the seeds, or as much as the published
-figure can be read to; else it differs. A number of a single seed has no error: for it the reading alone counts. Where two
-errors are more than half of the published number (and more than the reading), agreement means nothing, and is not told.
+The rule of a verdict: "same" if the published number lies in ours' 95% interval, or as near as the published figure can be
+read; else it differs. With n seeds, whose standard error is s, and test jets that all of them share and that add an error e,
+
+    |ours - published| <= max(t sqrt(s^2 + e^2), reading),    t: the 97.5% point of Student's distribution, n - 1 degrees
+
+A number of a single seed has no s: its t is 2. Where that interval is more than half of the published number on either side
+(and more than the reading), agreement means nothing, and is not told.
 """
 
 from __future__ import annotations
@@ -22,9 +26,9 @@ __all__ = [
     "error_of",
     "exact_data",
     "health",
-    "is_same",
     "name_of",
     "of_anchors",
+    "of_test_jets",
     "select",
     "shown",
     "table",
@@ -33,8 +37,9 @@ __all__ = [
 ]
 
 RULE = (
-    "Ours: mean ± standard error over the seeds. *Same*: within two errors of the published number, or as near as the "
-    "published figure can be read ({read_to}). *Cannot tell*: within errors that are more than half of the published number."
+    "Ours: mean ± standard error over the seeds. *Same*: the published number is in the 95% interval of ours (Student's, with "
+    "the error of the test jets), or as near as the published figure can be read ({read_to}). *Cannot tell*: in an interval of "
+    "more than half of the published number on either side."
 )
 
 
@@ -48,6 +53,8 @@ class Line:
         ours: [mean, error] by sampler.
         read_to: how exactly the published number is known.
         digits: after the point.
+        seeds: behind the errors.
+        test_error: what the test jets, which all seeds share, add to the error; by sampler, or the same for all.
     """
 
     what: str
@@ -55,6 +62,41 @@ class Line:
     ours: dict[str, Value]
     read_to: float = 0.0
     digits: int = 3
+    seeds: int = 3
+    test_error: float | dict[str, float] = 0.0
+
+    def half_width(self, name: str) -> float:
+        """Of the 95% interval of this sampler's number."""
+        value = self.ours.get(name)
+        own = 0.0 if value is None or value[1] is None else value[1]
+        error = self.test_error.get(name, 0.0) if isinstance(self.test_error, dict) else self.test_error
+        return _STUDENT.get(self.seeds - 1, 2.0) * math.hypot(own, error)
+
+    def is_same(self, name: str) -> bool:
+        """Whether this sampler has the published number: the rule above."""
+        return self._is_within(name, max(self.half_width(name), self.read_to))
+
+    def is_vague(self, name: str) -> bool:
+        """Whether it agrees only because its interval is wide."""
+        width = self.half_width(name)
+        is_wide = isinstance(self.published, float) and width > abs(self.published) / 2
+        return self.is_same(name) and not self._is_within(name, self.read_to) and is_wide
+
+    def _is_within(self, name: str, allowed: float) -> bool:
+        value = self.ours.get(name)
+        if value is None or value[0] is None or not isinstance(self.published, float):
+            return False
+        return abs(value[0] - self.published) <= allowed * (1 + 1e-9)
+
+
+_STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Its 97.5% points, by degrees of freedom; those of a single seed (0) are not known, of many are 2."""
+
+
+def of_test_jets(share: float, rows: Sequence[dict[str, Any]]) -> float:
+    """The error of a share of the test jets, like an accuracy: sqrt(p (1 - p) / n)."""
+    number = min((row["num_test"] for row in rows), default=0)
+    return math.sqrt(max(0.0, share * (1 - share)) / number) if number else 0.0
 
 
 def table(lines: Sequence[Line], columns: Sequence[str]) -> str:
@@ -72,34 +114,16 @@ def verdict(line: Line, columns: Sequence[str]) -> str:
     """Which samplers have the published number."""
     if not isinstance(line.published, float):
         return "–"
-    known = [(name, value) for name in columns if (value := line.ours.get(name)) is not None and value[0] is not None]
+    known = [name for name in columns if (value := line.ours.get(name)) is not None and value[0] is not None]
     if not known:
         return "–"
-    known = [(name, value) for name, value in known if not _is_vague(value, line.published, line.read_to)]
+    known = [name for name in known if not line.is_vague(name)]
     if not known:
         return "cannot tell"
-    agreeing = [LABELS.get(name, name) for name, value in known if is_same(value, line.published, line.read_to)]
+    agreeing = [LABELS.get(name, name) for name in known if line.is_same(name)]
     if len(agreeing) == len(known):
         return "same"
     return f"same: {'; '.join(agreeing)}" if agreeing else "differs"
-
-
-def is_same(ours: Value, published: float, read_to: float) -> bool:
-    """The rule above."""
-    if ours is None or ours[0] is None:
-        return False
-    allowed = max(2 * (ours[1] or 0.0), read_to)
-    return abs(ours[0] - published) <= allowed * (1 + 1e-9)
-
-
-def _is_vague(ours: Value, published: float, read_to: float) -> bool:
-    """Whether it agrees only because its error is large."""
-    return (
-        ours is not None
-        and is_same(ours, published, read_to)
-        and not is_same([ours[0], None], published, read_to)
-        and 2 * (ours[1] or 0.0) > abs(published) / 2
-    )
 
 
 def shown(value: Value, digits: int = 3) -> str:
@@ -173,10 +197,12 @@ def of_anchors(rows: Sequence[dict[str, Any]]) -> str:
     """What was run on the paper's network, a line for each setting."""
     lines = ["", "On the paper's network:", ""]
     for row in rows:
+        name, steps = name_of(row), f"{row['setting']['steps']:,} steps"
+        runs = "1 run" if row["seeds"] == 1 else f"{row['seeds']} runs"
         accepted = "" if row["acceptance"] is None else f"acceptance {shown(row['acceptance'])}, "
         lines.append(
-            f"- {LABELS.get(name_of(row), name_of(row))}, {where(row)}: {accepted}accuracy {shown(row['accuracy'])}, "
-            f"mean spread {shown(row['mean_spread'])} ({row['seeds']} run{'s' if row['seeds'] > 1 else ''})."
+            f"- {LABELS.get(name, name)}, {where(row)}, {steps}: {accepted}accuracy {shown(row['accuracy'])}, NLL "
+            f"{shown(row['nll'])}, mean spread {shown(row['mean_spread'])} ({runs})."
         )
     return "\n".join(lines) + "\n" if rows else ""
 
@@ -188,4 +214,6 @@ def where(row: dict[str, Any]) -> str:
         return f"lambda {setting['lam']:g}, target acceptance {setting['target_acceptance']}"
     if setting["method"] not in ("released", "printed"):
         return f"learning rate {setting['lr']:g}"
-    return f"sigma {setting['sigma']:g}, sigma_Delta {setting['sigma_delta']:g}, lambda {setting['lam']:g}"
+    test = "" if setting["test"] == "minibatch" else f", {setting['test']} correction"
+    start = f", after {setting['start']:,} steps of Adam" if setting["start"] else ""
+    return f"sigma {setting['sigma']:g}, sigma_Delta {setting['sigma_delta']:g}, lambda {setting['lam']:g}{test}{start}"

@@ -82,6 +82,11 @@ class Preset:
         return tuple(x for x in values if x in kept)
 
     @property
+    def is_for_gpu(self) -> bool:
+        """Whether a CPU would take days."""
+        return self.num_train * self.steps > 10_000_000
+
+    @property
     def where(self) -> str:
         """The device's name."""
         return self.device or best_device().type

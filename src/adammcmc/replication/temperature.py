@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from adammcmc.replication.drawing import LABELS, canvas, legend, log_ticks, points
 from adammcmc.replication.fig1 import WIDE
-from adammcmc.replication.rows import VERSIONS, exact_settings, rows, version
+from adammcmc.replication.rows import VERSIONS, exact_settings, lean, rows, version
 from adammcmc.replication.sections import Line, at, exact_data, health, of_anchors, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.work import Work
@@ -34,9 +34,9 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
         version(preset, "released", lam=lam, sigma=0.2, sigma_delta=WIDE, network="particlenet") for lam in (1e-4, 1.0, 1e3)
     ]
     return {
-        "scan": rows(work, scan),
-        "exact": rows(work, exact_settings(preset, lams=EXACT_LAMS, targets=(0.85,)), preset.exact_chains),
-        "anchors": rows(work, anchors, 1) if preset.anchors else [],
+        "scan": lean(rows(work, scan)),
+        "exact": lean(rows(work, exact_settings(preset, lams=EXACT_LAMS, targets=(0.85,)), preset.exact_chains)),
+        "anchors": lean(rows(work, anchors, 1)) if preset.anchors else [],
     }
 
 

@@ -83,7 +83,7 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
         for dim in size.dimensions:
             parts[f"bias-{dim}-{beta}"] = partial(_energy, dim, beta, size.bias_chains, size.bias_steps, device)
     prefix = f"theorems-{preset.name}-"
-    kept = work.all_kept({prefix + name: function for name, function in parts.items()})
+    kept = work.all_kept({prefix + name: function for name, function in parts.items()}, "theorems")
     found = {name.removeprefix(prefix): value for name, value in kept.items()}
     curves = [
         {"chain": chain, "beta": beta, **found[_curve_name(chain, beta)]} for beta in BETAS for chain in ("exact", "C = 1")

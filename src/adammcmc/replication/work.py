@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -44,6 +45,7 @@ class Work:
         self.device = torch.device(preset.where)
         self._jets = jets
         self._used: dict[str, Any] = {}
+        self._is_warned = not (preset.is_for_gpu and self.device.type == "cpu")
 
     @property
     def jets(self) -> JetSets:
@@ -76,15 +78,21 @@ class Work:
             "jets": self._digest() if records else None,
         }
 
-    def all_kept(self, functions: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-        """`kept` of each of these, by name and in this order. Processes share them: what another one is at is waited for."""
+    def all_kept(self, functions: Mapping[str, Callable[[], Any]], title: str | None = None) -> dict[str, Any]:
+        """`kept` of each of these, by name and in this order. Processes share them: what another one is at is waited for.
+
+        With a `title` a bar counts them; without, each shows its own.
+        """
         found: dict[str, Any] = {}
-        while len(found) < len(functions):
-            for name, function in functions.items():
-                if name not in found:
-                    with suppress(BlockingIOError):  # another process is at it
-                        found[name] = self.kept(name, function)
-            time.sleep(0.1 if len(found) < len(functions) else 0)
+        with show_bar(title or "", show=self.progress and title is not None, unit="parts") as bar:
+            bar.update(0, len(functions))
+            while len(found) < len(functions):
+                for name, function in functions.items():
+                    if name not in found:
+                        with suppress(BlockingIOError):  # another process is at it
+                            found[name] = self.kept(name, function)
+                            bar.update(len(found), len(functions))
+                time.sleep(0.1 if len(found) < len(functions) else 0)
         return {name: found[name] for name in functions}
 
     def kept(self, name: str, function: Callable[[], Any]) -> Any:
@@ -107,6 +115,13 @@ class Work:
             raise ValueError(f"'{path}' is damaged ({error}): remove it, and it is made again.") from error
 
     def _run(self, trial: Trial, title: str, name: str) -> dict[str, Any]:
+        if not self._is_warned:
+            self._is_warned = True
+            warnings.warn(
+                f"preset '{self.preset.name}' is made for a GPU, and there is none: each trial takes many minutes. "
+                "`--preset small` is made for a CPU.",
+                stacklevel=2,
+            )
         checkpoint = Checkpoint(self._state_of(name))
         with show_bar(title, show=self.progress) as bar:
             return run_trial(trial, self.jets, self.device, lambda done, total: bar.update(done, total), checkpoint)
