@@ -59,6 +59,7 @@ def _cells(first: str) -> list[str]:
 
 CALIBRATION = {
     "Adam": ("yardsticks", {"method": "adam"}),
+    "ten points of Adam's path": ("yardsticks", {"method": "snapshots"}),
     "dropout, 10 masks": ("yardsticks", {"method": "dropout"}),
     "deep ensemble, 5 of 320 steps": ("yardsticks", {"method": "ensemble", "steps": 320}),
     "deep ensemble, 5 of 1,200 steps": ("yardsticks", {"method": "ensemble", "steps": 1200}),
@@ -66,6 +67,16 @@ CALIBRATION = {
     "as printed, batch sum, sigma 0.2": ("scan", {**PRINTED["batch sum"], "sigma": 0.2}),
     "as printed, data sum, sigma 0.2": ("scan", {**PRINTED["data sum"], "sigma": 0.2}),
     "as printed, data sum, sigma 10": ("scan", {**PRINTED["data sum"], "sigma": 10.0}),
+    "Adam, long": ("long yardsticks", {"method": "adam"}),
+    "ten points of Adam's path, long": ("long yardsticks", {"method": "snapshots"}),
+    "dropout, 10 masks, long": ("long yardsticks", {"method": "dropout"}),
+    "deep ensemble, 5 of 1,040 steps": ("long yardsticks", {"method": "ensemble", "steps": 1040}),
+    "deep ensemble, 5 of 3,900 steps": ("long yardsticks", {"method": "ensemble", "steps": 3900}),
+    "as released, sigma 0.2, long": ("long", {**RELEASED, "sigma": 0.2}),
+    "as released, sigma 2, long": ("long", {**RELEASED, "sigma": 2.0}),
+    "as printed, batch sum, sigma 2, long": ("long", {**PRINTED["batch sum"], "sigma": 2.0}),
+    "as printed, data sum, sigma 2, long": ("long", {**PRINTED["data sum"], "sigma": 2.0}),
+    "as printed, data sum, sigma 4, long": ("long", {**PRINTED["data sum"], "sigma": 4.0}),
 }
 
 
@@ -94,7 +105,47 @@ def test_tests_of_figure_4() -> None:
         name = {"sequential": "Sequential(0.05)", "confidence": "Confidence(0.1)", "full": "FullData"}.get(
             row["setting"]["test"], row["setting"]["test"].capitalize()
         )
-        assert _cells(f"`{name}`")[1] == _said(row["acceptance"], 3 if name == "Penalty" else 2)
+        cells = _cells(f"`{name}`")
+        assert cells[1] == _said(row["acceptance"], 3 if name == "Penalty" else 2)
+        assert cells[2] == f"{row['examples'][0] / row['setting']['num_jets']:.0%}"
+    assert _said(_row("fig4", "tests", test="minibatch")["beta_eff"], 3) in _cells("`Minibatch`")[4]
+
+
+def test_figure_1() -> None:
+    rows = _result("fig1")["rows"]
+    section = PAGE[PAGE.index("## Optimisation") : PAGE.index("## The theorems")]
+    for name in ("adam", "released, sigma 0.2", "printed, batch sum, sigma 0.2", "released, sigma 2.0", "sgd", "sghmc"):
+        assert _said(rows[name]["final_loss"], 3) in section, name
+    for name in ("adam", "released, sigma 2.0", "printed, batch sum, sigma 2.0"):
+        assert _said(rows[name]["last_accuracy"], 3) in section, name
+    assert f"{rows['adam']['best_accuracy'][0]:.3f}" in section
+
+
+def test_spreads_of_100_epochs() -> None:
+    narrow, middle, wide = (_row("fig3", "long", sigma=sigma, **RELEASED)["mean_spread"] for sigma in (0.2, 2.0, 10.0))
+    for value, digits in ((middle, 2), (wide, 1)):
+        ratio = value[0] / narrow[0]
+        error = ratio * math.hypot(value[1] / value[0], narrow[1] / narrow[0])
+        assert f"{ratio:.{digits}f} ± {error:.{digits}f}" in PAGE
+
+
+def test_without_noise_along_the_step() -> None:
+    for sigma in (4.0, 10.0):
+        row = _row("fig2b", "without, after Adam", sigma=sigma, **PRINTED["data sum"])
+        assert _said(row["acceptance"], 3) in PAGE
+    for start, part in (("41 times", "without"), ("21 times", "without, after Adam")):
+        row = _row("fig2b", part, sigma=2.0, **RELEASED)
+        assert start.split()[0] == f"{row['kappa'][0]:.0f}"
+    errors = [1 - _row("fig2b", "with", sigma=sigma, **RELEASED)["accuracy"][0] for sigma in (0.2, 2.0, 4.0, 6.0, 10.0)]
+    said = [f"{error:.3f}" for error in errors]
+    assert f"{', '.join(said[:-1])} and {said[-1]}" in PAGE
+
+
+def test_mutual_information_of_100_epochs() -> None:
+    for setting in (RELEASED, PRINTED["batch sum"]):
+        values = [_row("ood", "long", sigma=sigma, **setting)["information"]["top"][0] for sigma in (0.01, 0.2, 0.5, 2.0)]
+        said = [f"{value:.3f}" for value in values]
+        assert f"{', '.join(said[:-1])} and {said[-1]}" in PAGE
 
 
 def test_the_headline() -> None:

@@ -16,7 +16,7 @@ from adammcmc.replication.work import Work
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["GRIDS", "TITLE", "WIDE", "draw", "long_chain", "run", "section"]
+__all__ = ["COLUMNS", "GRIDS", "TITLE", "WIDE", "draw", "lines", "long_chain", "run", "section"]
 
 TITLE = "Figure 1: training loss and test accuracy"
 WIDE = 3661.6
@@ -99,21 +99,26 @@ def draw(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def section(result: dict[str, Any]) -> str:
-    """The loss at the end and the test accuracy, best and last, of each method."""
-    columns = ("this method", "released", "printed, batch sum")
+COLUMNS = ("this method", "released", "printed, batch sum")
+
+
+def lines(result: dict[str, Any]) -> list[Line]:
+    """The loss and the test accuracy of each method, beside the published."""
     seeds = result["rows"]["adam"]["seeds"]
-    lines = []
+    found: list[Line] = []
     for name, numbers in published.FIG1.items():
-        own = {column: f"{column}, {name}" for column in columns[1:]} if name.startswith("sigma") else {columns[0]: name}
+        own = {column: f"{column}, {name}" for column in COLUMNS[1:]} if name.startswith("sigma") else {COLUMNS[0]: name}
         known = {column: method for column, method in own.items() if method in result["rows"]}
         words = f"AdamMCMC, {name}" if name.startswith("sigma") else LABELS[name]
         losses: dict[str, Value] = {column: result["rows"][method]["final_loss"] for column, method in known.items()}
         loss = f"below {numbers['loss_at_most']:g}" if "loss_at_most" in numbers else numbers.get("loss", "follows Adam")
-        lines.append(Line(f"{words}: training loss at the end", loss, losses, 0.005, seeds=seeds))
+        early: dict[str, Value] = {column: _early(result["curves"][method]["loss"]) for column, method in known.items()}
+        if all(value is not None for value in early.values()):
+            found.append(Line(f"{words}: training loss after {published.FIG1_EARLY} steps", numbers["early"], early, 0.02))
+        found.append(Line(f"{words}: training loss at the end", loss, losses, 0.005, seeds=seeds))
         for what, key in (("best", "best_accuracy"), ("end", "last_accuracy")):
             ours: dict[str, Value] = {column: result["rows"][method][key] for column, method in known.items()}
-            lines.append(
+            found.append(
                 Line(
                     f"{words}: test accuracy, {what}",
                     numbers[what],
@@ -123,7 +128,12 @@ def section(result: dict[str, Any]) -> str:
                     test_error=of_test_jets(numbers[what], list(result["rows"].values())),
                 )
             )
-    text = [table(lines, columns), RULE.format(read_to="0.002 in accuracy, 0.005 in loss"), ""]
+    return found
+
+
+def section(result: dict[str, Any]) -> str:
+    """The loss at the end and the test accuracy, best and last, of each method."""
+    text = [table(lines(result), COLUMNS), RULE.format(read_to="0.002 in accuracy, 0.005 in loss"), ""]
     for method, grid in result["grid"].items():
         found = ", ".join(f"{entry['lr']:g} ({entry['accuracy']:.3f})" for entry in grid)
         text.append(f"{LABELS[method]}: learning rates tried, with the accuracy at the end: {found}.")
@@ -133,6 +143,14 @@ def section(result: dict[str, Any]) -> str:
         text.append(f"sgHMC adds no noise to {shown(silent)} of the weights: their gradients are too large for its step.")
     text.append(f"Test accuracy lost from its best to the end of the run: {'; '.join(drops)}.")
     return "\n".join([*text, of_anchors(result["anchors"]), health(result["rows"].values())])
+
+
+def _early(band: dict[str, Any]) -> Value:
+    """The mean loss over a fifth of the steps around the 500th; None where a run is shorter."""
+    near = [
+        value for step, value in zip(band["steps"], band["mean"], strict=True) if abs(step / published.FIG1_EARLY - 1) <= 0.1
+    ]
+    return [sum(near) / len(near), None] if near else None
 
 
 def _label(name: str) -> str:

@@ -16,7 +16,7 @@ from adammcmc.replication.work import Work
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["SIGMAS", "TITLE", "draw", "flat_acceptance", "run", "section"]
+__all__ = ["COLUMNS", "SIGMAS", "TITLE", "draw", "flat_acceptance", "lines", "run", "section"]
 
 TITLE = "Figure 2a: acceptance and accuracy against sigma_Delta and beta"
 SIGMAS = (0.2, 2.0)
@@ -89,10 +89,12 @@ def draw(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def section(result: dict[str, Any]) -> str:
-    """Published and ours, at each point of both scans."""
-    columns = list(VERSIONS)
-    lines = []
+COLUMNS = list(VERSIONS)
+
+
+def lines(result: dict[str, Any]) -> list[Line]:
+    """Acceptance and error at each point of both scans."""
+    found: list[Line] = []
     for is_delta in (True, False):
         rows, (accepted, errors) = _of(result, is_delta=is_delta)
         for sigma in SIGMAS:
@@ -100,15 +102,20 @@ def section(result: dict[str, Any]) -> str:
                 here = [row for row in rows if _x(row, is_delta=is_delta) == x]
                 words = f"sigma {sigma:g}, {'sigma_Delta' if is_delta else '1 - beta'} {x:g}"
                 ours = at(here, "acceptance", sigma=sigma)
-                lines.append(Line(f"acceptance, {words}", accepted[sigma].get(x), ours, published.ACCEPTANCE_READ_TO))
+                found.append(Line(f"acceptance, {words}", accepted[sigma].get(x), ours, published.ACCEPTANCE_READ_TO))
                 if x in errors[sigma]:
                     wrong = {name: error_of(value) for name, value in at(here, "accuracy", sigma=sigma).items()}
                     error = of_test_jets(errors[sigma][x], here)
-                    lines.append(
+                    found.append(
                         Line(f"1 - accuracy, {words}", errors[sigma][x], wrong, published.ERROR_READ_TO, test_error=error)
                     )
-    text = [table(lines, columns), RULE.format(read_to="0.02 in acceptance, 0.002 in accuracy"), ""]
-    for name in columns:
+    return found
+
+
+def section(result: dict[str, Any]) -> str:
+    """Published and ours, at each point of both scans."""
+    text = [table(lines(result), COLUMNS), RULE.format(read_to="0.02 in acceptance, 0.002 in accuracy"), ""]
+    for name in COLUMNS:
         own = [row for row in select(result["by_delta"], name) if row["acceptance"] is not None and row["kappa"] is not None]
         gaps = [row["acceptance"][0] - flat_acceptance(row["kappa"][0]) for row in own]
         if gaps:

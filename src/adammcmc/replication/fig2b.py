@@ -16,7 +16,7 @@ from adammcmc.replication.work import Work
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["SIGMAS", "TITLE", "draw", "run", "scan", "section"]
+__all__ = ["COLUMNS", "SIGMAS", "TITLE", "draw", "lines", "run", "scan", "section"]
 
 TITLE = "Figure 2b: acceptance and accuracy against sigma"
 SIGMAS = (0.2, 0.5, 1.0, 2.0, 4.0, 6.0, 10.0)
@@ -87,25 +87,32 @@ def draw(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def section(result: dict[str, Any]) -> str:
-    """Published and ours, at each sigma."""
-    columns = list(VERSIONS)
-    lines = []
+COLUMNS = list(VERSIONS)
+
+
+def lines(result: dict[str, Any]) -> list[Line]:
+    """Acceptance and error at each sigma."""
+    found: list[Line] = []
     for which, title in PARTS.items():
         rows = result[which]
         for sigma in sorted({row["setting"]["sigma"] for row in rows}):
             words = f"{title}, sigma {sigma:g}"
             accepted = published.FIG2B_ACCEPTANCE[_published(which)].get(sigma)
-            lines.append(
+            found.append(
                 Line(f"acceptance, {words}", accepted, at(rows, "acceptance", sigma=sigma), published.ACCEPTANCE_READ_TO)
             )
             if sigma in published.FIG2B_ERROR[_published(which)]:
                 ours = {name: error_of(value) for name, value in at(rows, "accuracy", sigma=sigma).items()}
                 error = published.FIG2B_ERROR[_published(which)][sigma]
                 jets = of_test_jets(error, rows)
-                lines.append(Line(f"1 - accuracy, {words}", error, ours, published.ERROR_READ_TO, test_error=jets))
-    text = [table(lines, columns), RULE.format(read_to="0.02 in acceptance, 0.002 in accuracy"), ""]
-    for name in columns:
+                found.append(Line(f"1 - accuracy, {words}", error, ours, published.ERROR_READ_TO, test_error=jets))
+    return found
+
+
+def section(result: dict[str, Any]) -> str:
+    """Published and ours, at each sigma."""
+    text = [table(lines(result), COLUMNS), RULE.format(read_to="0.02 in acceptance, 0.002 in accuracy"), ""]
+    for name in COLUMNS:
         own = [row for row in select(result["with"], name) if row["acceptance"] is not None]
         if len(own) > 1:
             low, high = own[0], own[-1]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["GROUPS", "TARGETS", "TITLE", "draw", "run", "section", "yardsticks"]
+__all__ = ["COLUMNS", "GROUPS", "TARGETS", "TITLE", "draw", "lines", "run", "section", "yardsticks"]
 
 TITLE = "Figure 3: mean prediction and spread against sigma"
 LONG_SIGMAS = (0.2, 0.5, 1.0, 2.0, 4.0, 10.0)
@@ -140,10 +140,12 @@ def _reliability(axes: Sequence[Axes], scan: list[dict[str, Any]], yardsticks: l
     axes[0].set_ylabel("share of tops less mean score")
 
 
-def section(result: dict[str, Any]) -> str:
-    """Spread and mean prediction of each group; then calibration, with the yardsticks."""
-    columns = [*VERSIONS, "exact"]
-    lines = []
+COLUMNS = [*VERSIONS, "exact"]
+
+
+def lines(result: dict[str, Any]) -> list[Line]:
+    """Mean prediction and spread of each group."""
+    found: list[Line] = []
     for what, known in (("mean", published.FIG3_MEAN), ("spread", published.FIG3_SPREAD)):
         for group, title in GROUPS.items():
             for sigma, value in known[group].items():
@@ -154,10 +156,15 @@ def section(result: dict[str, Any]) -> str:
                     errors = {name_of(row): row["groups"][group][f"{what}, test error"] for row in rows}
                     word = "mean prediction" if what == "mean" else "spread"
                     words = f"{word}, {title}, sigma {sigma:g}"
-                    lines.append(Line(words, value, ours, published.SPREAD_READ_TO, seeds=rows[0]["seeds"], test_error=errors))
+                    found.append(Line(words, value, ours, published.SPREAD_READ_TO, seeds=rows[0]["seeds"], test_error=errors))
+    return found
+
+
+def section(result: dict[str, Any]) -> str:
+    """Spread and mean prediction of each group; then calibration, with the yardsticks."""
     shown_rows = [row for name in VERSIONS for row in select(result["scan"], name)]
     others = _table_of_quality([*shown_rows, *result["exact"], *result["yardsticks"]])
-    text = [table(lines, columns), RULE.format(read_to="0.01"), "", *others, ""]
+    text = [table(lines(result), COLUMNS), RULE.format(read_to="0.01"), "", *others, ""]
     for name in VERSIONS:
         own = [row for row in select(result["scan"], name) if row["mean_spread"] is not None]
         if len(own) > 1:

@@ -10,7 +10,7 @@ from adammcmc.replication import published
 from adammcmc.replication.drawing import LABELS, Value, canvas, legend, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.rows import bands, lean, row, rows, seeds_of, version
-from adammcmc.replication.sections import Line, health, of_anchors, shown, table
+from adammcmc.replication.sections import RULE, Line, health, of_anchors, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import TESTS, Trial
 from adammcmc.replication.work import Work
@@ -18,7 +18,7 @@ from adammcmc.replication.work import Work
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["TITLE", "draw", "run", "section"]
+__all__ = ["COLUMNS", "TITLE", "draw", "lines", "run", "section"]
 
 TITLE = "Figure 4: full against stochastic correction"
 SMALLER = ((10.0, WIDE), (2.0, WIDE), (0.2, WIDE), (0.01, WIDE), (2.0, 370.0), (0.2, 370.0))
@@ -97,21 +97,29 @@ def draw(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def section(result: dict[str, Any]) -> str:
-    """Both corrections at both scales and starts; every minibatch test; smaller steps."""
-    columns = [f"{LABELS[scale]}, {start}" for scale in SCALES for start in STARTS]
+COLUMNS = [f"{LABELS[scale]}, {start}" for scale in SCALES for start in STARTS]
+
+
+def lines(result: dict[str, Any]) -> list[Line]:
+    """Acceptance and loss under both corrections."""
     keys = [f"{scale} | {start}" for scale in SCALES for start in STARTS]
-    lines = []
+    found: list[Line] = []
     for test in ("minibatch", "full"):
         rows = [result["rows"][f"{key} | {test}"] for key in keys]
-        accepted: dict[str, Value] = {column: row["acceptance"] for column, row in zip(columns, rows, strict=True)}
-        losses: dict[str, Value] = {column: row.get("final_loss") for column, row in zip(columns, rows, strict=True)}
-        lines.append(Line(f"acceptance, {test} correction", published.FIG4_ACCEPTANCE[test], accepted, 0.005))
-        lines.append(Line(f"loss at the end, {test} correction", published.FIG4_LOSS[0], losses, published.FIG4_LOSS[1]))
+        accepted: dict[str, Value] = {column: row["acceptance"] for column, row in zip(COLUMNS, rows, strict=True)}
+        losses: dict[str, Value] = {column: row.get("final_loss") for column, row in zip(COLUMNS, rows, strict=True)}
+        found.append(Line(f"acceptance, {test} correction", published.FIG4_ACCEPTANCE[test], accepted, 0.005))
+        found.append(Line(f"loss at the end, {test} correction", published.FIG4_LOSS[0], losses, published.FIG4_LOSS[1]))
+    return found
+
+
+def section(result: dict[str, Any]) -> str:
+    """Both corrections at both scales and starts; every minibatch test; smaller steps."""
+    keys = [f"{scale} | {start}" for scale in SCALES for start in STARTS]
     text = [
-        table(lines, columns),
-        "Ours: mean ± standard error over the seeds; both corrections at the same temperature. *Same*: within two errors, or "
-        f"0.005 in acceptance and {published.FIG4_LOSS[1]:g} in loss, as far as its batches scatter.",
+        table(lines(result), COLUMNS),
+        RULE.format(read_to=f"0.005 in acceptance, {published.FIG4_LOSS[1]:g} in loss, as far as its batches scatter"),
+        "Both corrections have the same temperature.",
         "",
     ]
     for key in keys:

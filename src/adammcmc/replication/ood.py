@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["TITLE", "draw", "run", "section"]
+__all__ = ["COLUMNS", "TITLE", "draw", "lines", "run", "section"]
 
 TITLE = "Jets from elsewhere: mutual information and detection"
 SIGMAS = (0.01, 0.1, 0.2, 0.5, 2.0)
@@ -115,10 +115,12 @@ def _detection(axes: Axes, result: dict[str, Any], what: str, label: str) -> Non
     axes.set_title(f"told from the test jets, sigma {WHERE:g} (0.5: not at all)")
 
 
-def section(result: dict[str, Any]) -> str:
-    """Mutual information against sigma, and detection beside the yardsticks."""
-    columns = list(VERSIONS)
-    lines = []
+COLUMNS = list(VERSIONS)
+
+
+def lines(result: dict[str, Any]) -> list[Line]:
+    """Mutual information against sigma, and of each kind at two pT."""
+    found: list[Line] = []
     for title, values in published.OOD_BY_SIGMA.items():
         for sigma, value in values.items():
             rows = [row for row in result["scan"] if row["setting"]["sigma"] == sigma and "others" in row]
@@ -127,14 +129,19 @@ def section(result: dict[str, Any]) -> str:
                 line = Line(
                     f"mutual information, {title}, sigma {sigma:g}", value, ours, published.INFORMATION_READ_TO * value, 4
                 )
-                lines.append(line)
+                found.append(line)
     at_pt = [
         Line(f"mutual information, {kind} jets at {pt:g} GeV, sigma {WHERE:g}", value, _near(result, kind, pt), read_to, 4)
         for kind, values in published.OOD_BY_PT.items()
         for pt, (value, read_to) in values.items()
     ]
-    lines += [line for line in at_pt if line.ours]
-    text = [table(lines, columns), RULE.format(read_to="20% or the published range"), ""]
+    found += [line for line in at_pt if line.ours]
+    return found
+
+
+def section(result: dict[str, Any]) -> str:
+    """Mutual information against sigma, and detection beside the yardsticks."""
+    text = [table(lines(result), COLUMNS), RULE.format(read_to="20% or the published range"), ""]
     text += _detected(result, "auroc_information", "mutual information")
     text += ["", *_detected(result, "auroc_spread", "the spread"), ""]
     for row in [row for row in result["long"] if "others" in row]:

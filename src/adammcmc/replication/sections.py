@@ -3,9 +3,9 @@
 The rule of a verdict: "same" if the published number lies in ours' 95% interval, or as near as the published figure can be
 read; else it differs. With n seeds, whose standard error is s, and test jets that all of them share and that add an error e,
 
-    |ours - published| <= max(t sqrt(s^2 + e^2), reading),    t: the 97.5% point of Student's distribution, n - 1 degrees
+    |ours - published| <= max(sqrt((t s)^2 + (2 e)^2), reading),    t: 97.5% point of Student's distribution, n - 1 degrees
 
-A number of a single seed has no s: its t is 2. Where that interval is more than half of the published number on either side
+A number of a single seed has no s. Where that interval is more than half of the published number on either side
 (and more than the reading), agreement means nothing, and is not told.
 """
 
@@ -22,6 +22,7 @@ from adammcmc.replication.rows import VERSIONS
 __all__ = [
     "RULE",
     "Line",
+    "agreement",
     "at",
     "error_of",
     "exact_data",
@@ -70,7 +71,7 @@ class Line:
         value = self.ours.get(name)
         own = 0.0 if value is None or value[1] is None else value[1]
         error = self.test_error.get(name, 0.0) if isinstance(self.test_error, dict) else self.test_error
-        return _STUDENT.get(self.seeds - 1, 2.0) * math.hypot(own, error)
+        return math.hypot(_STUDENT.get(self.seeds - 1, 2.0) * own, 2 * error)
 
     def is_same(self, name: str) -> bool:
         """Whether this sampler has the published number: the rule above."""
@@ -90,7 +91,7 @@ class Line:
 
 
 _STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Its 97.5% points, by degrees of freedom; those of a single seed (0) are not known, of many are 2."""
+"""Its 97.5% points, by degrees of freedom; of many 2."""
 
 
 def of_test_jets(share: float, rows: Sequence[dict[str, Any]]) -> float:
@@ -117,13 +118,21 @@ def verdict(line: Line, columns: Sequence[str]) -> str:
     known = [name for name in columns if (value := line.ours.get(name)) is not None and value[0] is not None]
     if not known:
         return "–"
-    known = [name for name in known if not line.is_vague(name)]
-    if not known:
+    vague = [LABELS.get(name, name) for name in known if line.is_vague(name)]
+    agreeing = [LABELS.get(name, name) for name in known if line.is_same(name) and not line.is_vague(name)]
+    if len(vague) == len(known):
         return "cannot tell"
-    agreeing = [LABELS.get(name, name) for name in known if line.is_same(name)]
     if len(agreeing) == len(known):
         return "same"
-    return f"same: {'; '.join(agreeing)}" if agreeing else "differs"
+    found = f"same: {'; '.join(agreeing)}" if agreeing else "differs"
+    return found + (f" (cannot tell: {'; '.join(vague)})" if vague else "")
+
+
+def agreement(lines: Sequence[Line], name: str) -> tuple[int, int, int]:
+    """How many published numbers this sampler has, of how many that it speaks to, and of how many that cannot be told."""
+    spoken = [line for line in lines if isinstance(line.published, float) and (line.ours.get(name) or [None])[0] is not None]
+    vague = sum(line.is_vague(name) for line in spoken)
+    return sum(line.is_same(name) for line in spoken) - vague, len(spoken), vague
 
 
 def shown(value: Value, digits: int = 3) -> str:
