@@ -99,8 +99,8 @@ PRESETS = {
         long_steps=10,
     ),
     "small": Preset(
-        "small", num_train=4_000, num_test=2_000, num_others=200, batch_size=128, steps=400, seeds=2, thin=2,
-        anchors=False, compared_data=1_000, exact_data=500, exact_steps=600, exact_chains=2, precision="float32",
+        "small", num_train=4_000, num_test=2_000, num_others=200, batch_size=128, steps=240, seeds=2, thin=2,
+        anchors=False, compared_data=1_000, exact_data=500, exact_steps=480, exact_chains=2, precision="float32",
     ),
     "h200": Preset("h200", long_steps=3_900),
     "paper": Preset(
