@@ -38,7 +38,7 @@ class DataDensity:
         batch_size: examples of a gradient; None is all of them, and every test is then exact.
         like: parameters whose structure `loss` takes, if they are not one tensor.
         control_variate: for tests that choose their own examples; costs one pass over the data here, and at each example that
-            a test looks at a few forwards more.
+            a test looks at a few forwards more. Of no use where `batch_size` is None.
 
     Example:
         >>> import adammcmc, torch.nn.functional as F
