@@ -6,10 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from adammcmc.replication.drawing import LABELS
 from adammcmc.replication.results import FIGURES, figure_module, read_result
 from adammcmc.replication.rows import VERSIONS
-from adammcmc.replication.sections import agreement
+from adammcmc.replication.sections import Line, agreement
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "replication" / "results" / "h200"
@@ -24,30 +23,36 @@ Every number that was published and that our jets can speak to, beside ours; wha
 The names: *as released* is the published code's proposal with its loss, the mean over a batch (`AsReleased`); *as printed* is Algorithm 1 (`AdamMCMC`) with the loss summed over the batch, or scaled to the sum over all data; *exact* is `Underdamped` on all data at once.
 sigma, sigma_Delta and lambda are the paper's nominal ones: [units](target.md). Trials ran in eleven processes at once, and figures share some of them: a figure's wall time is about an eleventh of the minutes given.
 
-How many of the published numbers each version has, of those it speaks to (*same* by the rule below each table; where errors are too large to tell, a number counts as not had, and is given in brackets):
+How many of the published numbers each version has, of those it speaks to (*same* by the rule below each table; where errors are too large to tell, a number counts as not had, and is given in brackets; points that two scans share count twice, and some published numbers are zeros, which are easily had):
 
 | | as released | as printed, batch sum | as printed, data sum |
 |---|---|---|---|
 """
 
 
-def _count(name: str) -> str:
-    """A row of the first table."""
-    module, result = figure_module(name), read_result(RESULTS / f"{name}.json")["result"]
+def _counted() -> str:
+    """The rows of the first table."""
+    found = []
+    for name in FIGURES:
+        module, result = figure_module(name), read_result(RESULTS / f"{name}.json")["result"]
+        if hasattr(module, "lines"):
+            found.append(_count(module.TITLE, module.lines(result)))
+        if hasattr(module, "long_lines"):
+            found.append(_count("The same of Figures 2b and 3 after 100 epochs", module.long_lines(result)))
+    return "".join(found)
+
+
+def _count(title: str, lines: list[Line]) -> str:
     cells = []
     for version in VERSIONS:
-        # (Figure 4 has a column for each start)
-        columns = [c for c in module.COLUMNS if c == version or c.startswith(LABELS[version])]
-        counts = [agreement(module.lines(result), column) for column in columns]
-        same, spoken, vague = (sum(count[i] for count in counts) for i in range(3))
+        same, spoken, vague = agreement(lines, version)
         cells.append(f"{same} of {spoken}" + (f" ({vague} cannot tell)" if vague else "") if spoken else "–")
-    return f"| {module.TITLE} | {' | '.join(cells)} |\n"
+    return f"| {title} | {' | '.join(cells)} |\n"
 
 
 def page() -> str:
     """The text."""
-    counted = "".join(_count(name) for name in FIGURES if hasattr(figure_module(name), "lines"))
-    return BEGIN + counted + "".join(_part(read_result(RESULTS / f"{name}.json")) for name in FIGURES)
+    return BEGIN + _counted() + "".join(_part(read_result(RESULTS / f"{name}.json")) for name in FIGURES)
 
 
 def _part(document: dict[str, Any]) -> str:
@@ -67,6 +72,8 @@ def main() -> None:
     for name in FIGURES:
         document = read_result(RESULTS / f"{name}.json")
         figure_module(name).draw(document["result"]).savefig(PICTURES / f"{name}.png", dpi=100, bbox_inches="tight")
+    quality = figure_module("fig3").draw_quality(read_result(RESULTS / "fig3.json")["result"])
+    quality.savefig(PICTURES / "quality.png", dpi=100, bbox_inches="tight")
     PAGE.write_text(page())
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from adammcmc.replication.results import FIGURES, read_result
+from adammcmc.replication.results import FIGURES, figure_module, read_result
+from adammcmc.replication.rows import VERSIONS
+from adammcmc.replication.sections import agreement
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "replication.md").read_text()
@@ -58,24 +60,18 @@ def _cells(first: str) -> list[str]:
 
 
 CALIBRATION = {
-    "Adam": ("yardsticks", {"method": "adam"}),
     "ten points of Adam's path": ("yardsticks", {"method": "snapshots"}),
-    "dropout, 10 masks": ("yardsticks", {"method": "dropout"}),
     "deep ensemble, 5 of 320 steps": ("yardsticks", {"method": "ensemble", "steps": 320}),
     "deep ensemble, 5 of 1,200 steps": ("yardsticks", {"method": "ensemble", "steps": 1200}),
     "as released, sigma 0.2": ("scan", {**RELEASED, "sigma": 0.2}),
-    "as printed, batch sum, sigma 0.2": ("scan", {**PRINTED["batch sum"], "sigma": 0.2}),
     "as printed, data sum, sigma 0.2": ("scan", {**PRINTED["data sum"], "sigma": 0.2}),
-    "as printed, data sum, sigma 10": ("scan", {**PRINTED["data sum"], "sigma": 10.0}),
     "Adam, long": ("long yardsticks", {"method": "adam"}),
     "ten points of Adam's path, long": ("long yardsticks", {"method": "snapshots"}),
-    "dropout, 10 masks, long": ("long yardsticks", {"method": "dropout"}),
     "deep ensemble, 5 of 1,040 steps": ("long yardsticks", {"method": "ensemble", "steps": 1040}),
     "deep ensemble, 5 of 3,900 steps": ("long yardsticks", {"method": "ensemble", "steps": 3900}),
     "as released, sigma 0.2, long": ("long", {**RELEASED, "sigma": 0.2}),
     "as released, sigma 2, long": ("long", {**RELEASED, "sigma": 2.0}),
     "as printed, batch sum, sigma 2, long": ("long", {**PRINTED["batch sum"], "sigma": 2.0}),
-    "as printed, data sum, sigma 2, long": ("long", {**PRINTED["data sum"], "sigma": 2.0}),
     "as printed, data sum, sigma 4, long": ("long", {**PRINTED["data sum"], "sigma": 4.0}),
 }
 
@@ -95,9 +91,14 @@ def test_the_table_of_spreads() -> None:
         [line] = [line for line in PAGE.splitlines() if line.startswith(f"| {name} | 0.")]
         cells = [cell.strip(" *") for cell in line.split("|")]
         assert cells[2] == f"{_said(narrow, 3)} to {_said(wide, 3)}"
-        ratio = wide[0] / narrow[0]
-        error = ratio * math.hypot(narrow[1] / narrow[0], wide[1] / wide[0])
-        assert cells[3] == f"{ratio:.1f} ± {error:.1f}"
+        assert cells[3] == _ratio(wide, narrow)
+        narrow, wide = (_row("fig3", "long", sigma=sigma, **setting)["mean_spread"] for sigma in (0.2, 10.0))
+        assert cells[4] == _ratio(wide, narrow)
+
+
+def _ratio(a: list[float], b: list[float], digits: int = 1) -> str:
+    ratio = a[0] / b[0]
+    return f"{ratio:.{digits}f} ± {ratio * math.hypot(a[1] / a[0], b[1] / b[0]):.{digits}f}"
 
 
 def test_tests_of_figure_4() -> None:
@@ -122,11 +123,23 @@ def test_figure_1() -> None:
 
 
 def test_spreads_of_100_epochs() -> None:
-    narrow, middle, wide = (_row("fig3", "long", sigma=sigma, **RELEASED)["mean_spread"] for sigma in (0.2, 2.0, 10.0))
-    for value, digits in ((middle, 2), (wide, 1)):
-        ratio = value[0] / narrow[0]
-        error = ratio * math.hypot(value[1] / value[0], narrow[1] / narrow[0])
-        assert f"{ratio:.{digits}f} ± {error:.{digits}f}" in PAGE
+    narrow, middle = (_row("fig3", "long", sigma=sigma, **RELEASED)["mean_spread"] for sigma in (0.2, 2.0))
+    assert _ratio(middle, narrow, 2) in PAGE
+
+
+def test_the_first_table() -> None:
+    rows = _result("fig1")["rows"]
+    lost = {name: row["best_accuracy"][0] - row["last_accuracy"][0] for name, row in rows.items()}
+    [first] = [line for line in PAGE.splitlines() if line.startswith("| Fig. 1: Adam and sigma = 0.2 overfit")]
+    for name in ("adam", "released, sigma 0.2", "released, sigma 2.0", "printed, batch sum, sigma 2.0"):
+        assert f"{lost[name]:.3f}" in first
+    fig3 = figure_module("fig3")
+    counts = [agreement(fig3.long_lines(_result("fig3")), name) for name in VERSIONS]
+    released, batch, data = (same for same, _, _ in counts)
+    assert f"({batch} of {counts[0][1]}; as released {released}, data sum {data})" in PAGE
+    for test, said in (("full", "0.040 ± 0.017"), ("minibatch", "0.158 ± 0.029")):
+        assert _said(_result("fig4")["rows"][f"printed, batch sum | after burn-in | {test}"]["acceptance"], 3) == said
+        assert said in PAGE
 
 
 def test_without_noise_along_the_step() -> None:
@@ -142,17 +155,16 @@ def test_without_noise_along_the_step() -> None:
 
 
 def test_mutual_information_of_100_epochs() -> None:
-    for setting in (RELEASED, PRINTED["batch sum"]):
-        values = [_row("ood", "long", sigma=sigma, **setting)["information"]["top"][0] for sigma in (0.01, 0.2, 0.5, 2.0)]
-        said = [f"{value:.3f}" for value in values]
-        assert f"{', '.join(said[:-1])} and {said[-1]}" in PAGE
+    values = [_row("ood", "long", sigma=sigma, **RELEASED)["information"]["top"][0] for sigma in (0.01, 0.2, 0.5)]
+    said = [f"{value:.3f}" for value in values]
+    assert f"{', '.join(said[:-1])} and {said[-1]}" in PAGE
 
 
 def test_the_headline() -> None:
     rows = _result("headline")["rows"]
     truth = {row["lam"]: row["mean_spread"][0] for row in _result("headline")["truth"]}
     said_of = {
-        "released": "as released: the script, mean loss, no prior",
+        "released": "as released: mean loss, no prior (another target than the truth's)",
         "printed, data sum": "as printed (C = 1)",
         "exact, underdamped": "exact: underdamped",
     }

@@ -179,7 +179,8 @@ def test_verdicts_in_words() -> None:
     assert verdict(Line("", 0.5, {"released": vague, "printed, batch sum": near}), columns) == (
         "same: as printed, batch sum (cannot tell: as released)"
     )
-    assert verdict(Line("", 0.5, {"released": [0.5, 0.2]}, 0.02), columns) == "same"  # as near as it can be read
+    assert verdict(Line("", 0.5, {"released": [0.5, 0.2]}, 0.02), columns) == "cannot tell"  # near, but by chance
+    assert verdict(Line("", 0.02, {"released": [0.02, 0.003]}, 0.02), columns) == "same"  # it could not be read better
     assert verdict(Line("", 0.05, {"released": [0.7, 0.02]}), columns) == "differs"
     assert verdict(Line("", "in words", {"released": near}), columns) == "–"
     assert verdict(Line("", 0.5, {"released": None}), columns) == "–"

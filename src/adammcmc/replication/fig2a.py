@@ -72,7 +72,7 @@ def draw(result: dict[str, Any]) -> Figure:
             crosses(below, errors[sigma])
             above.set_title(f"sigma {sigma:g}")
             above.set_ylim(-0.03, 1.03)
-            below.set_ylim(0.0, 0.55)
+            below.set_ylim(*((0.0, 0.55) if is_delta else (0.05, 0.12)))
             for one in (above, below):
                 if is_delta:
                     one.set_xscale("symlog", linthresh=1.0)
@@ -80,7 +80,7 @@ def draw(result: dict[str, Any]) -> Figure:
                     one.set_xticks([0, 1e2, 1e4, 1e6])
                 else:
                     one.set_xscale("log")
-                if column:
+                if column in (1, 3):
                     one.tick_params(labelleft=False)
             below.set_xlabel("sigma_Delta (nominal)" if is_delta else "1 - beta")
         axes[0].set_ylabel("acceptance")

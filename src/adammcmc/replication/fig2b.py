@@ -71,9 +71,9 @@ def draw(result: dict[str, Any]) -> Figure:
     with canvas(2, 3, width=13.0, height=7.2) as (figure, axes):
         for column, (which, title) in enumerate(PARTS.items()):
             above, below = axes[column], axes[3 + column]
-            for name in VERSIONS:
+            for number, name in enumerate(VERSIONS):
                 own = select(result[which], name)
-                x = [row["setting"]["sigma"] for row in own]
+                x = [row["setting"]["sigma"] + 0.1 * (number - 1) for row in own]  # side by side
                 points(above, x, [row["acceptance"] for row in own], name)
                 points(below, x, [error_of(row["accuracy"]) for row in own], name)
             crosses(above, published.FIG2B_ACCEPTANCE[_published(which)])

@@ -11,7 +11,20 @@ from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, crosses
 from adammcmc.replication.fig1 import WIDE, long_chain
 from adammcmc.replication.fig2b import scan
 from adammcmc.replication.rows import VERSIONS, exact_settings, lean, rows, version
-from adammcmc.replication.sections import RULE, Line, exact_data, health, name_of, of_anchors, select, shown, table
+from adammcmc.replication.sections import (
+    RULE,
+    Line,
+    at,
+    error_of,
+    exact_data,
+    health,
+    name_of,
+    of_anchors,
+    of_test_jets,
+    select,
+    shown,
+    table,
+)
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
 from adammcmc.replication.work import Work
@@ -20,7 +33,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLUMNS", "GROUPS", "TARGETS", "TITLE", "draw", "lines", "run", "section", "yardsticks"]
+__all__ = [
+    "COLUMNS",
+    "GROUPS",
+    "TARGETS",
+    "TITLE",
+    "draw",
+    "draw_quality",
+    "lines",
+    "long_lines",
+    "run",
+    "section",
+    "yardsticks",
+]
 
 TITLE = "Figure 3: mean prediction and spread against sigma"
 LONG_SIGMAS = (0.2, 0.5, 1.0, 2.0, 4.0, 10.0)
@@ -91,18 +116,27 @@ def draw(result: dict[str, Any]) -> Figure:
                     own = select(result["scan"], name)
                     x = [row["setting"]["sigma"] for row in own]
                     points(axes[place], x, [row["groups"][group][what] for row in own], name)
-                _levels(axes[place], result["exact"], "groups", group, what)
                 crosses(axes[place], known[group])
             axes[column].set_title(title)
             axes[column].set_ylim(-0.03, 1.03)
             axes[4 + column].set_ylim(-0.005, max(0.05, axes[4 + column].get_ylim()[1]))
-        axes[0].set_ylabel("mean prediction")
-        axes[4].set_ylabel("spread (75% - 25%)")
+        steps = f"{result['scan'][0]['setting']['steps']:,} steps"
+        axes[0].set_ylabel(f"mean prediction, {steps}")
+        axes[4].set_ylabel(f"spread (75% - 25%), {steps}")
         _quality(axes[8:12], result["scan"], result["yardsticks"])
         if result["long"]:
             _quality(axes[12:16], result["long"], result["long yardsticks"])
         _reliability(axes[-4:], result[longest], result["yardsticks" if longest == "scan" else "long yardsticks"])
         legend(figure, axes[:-4])
+    return figure
+
+
+def draw_quality(result: dict[str, Any]) -> Figure:
+    """Of the longest runs alone: NLL, ECE, coverage and accuracy against sigma, with the yardsticks."""
+    part, yardsticks = ("long", "long yardsticks") if result["long"] else ("scan", "yardsticks")
+    with canvas(1, 4, width=13.0, height=4.0) as (figure, axes):
+        _quality(axes, result[part], result[yardsticks])
+        legend(figure, axes)
     return figure
 
 
@@ -137,7 +171,7 @@ def _reliability(axes: Sequence[Axes], scan: list[dict[str, Any]], yardsticks: l
         one.set_title(f"reliability: {LABELS.get(name, name)}")
         one.set_xlabel("mean score of a top")
         one.legend(fontsize=8, ncols=1 if name == "yardsticks" else 2)
-    axes[0].set_ylabel("share of tops less mean score")
+    axes[0].set_ylabel(f"tops found less promised, {scan[0]['setting']['steps']:,} steps")
 
 
 COLUMNS = [*VERSIONS, "exact"]
@@ -145,13 +179,32 @@ COLUMNS = [*VERSIONS, "exact"]
 
 def lines(result: dict[str, Any]) -> list[Line]:
     """Mean prediction and spread of each group."""
+    return _of_groups(result["scan"], result["exact"])
+
+
+def long_lines(result: dict[str, Any]) -> list[Line]:
+    """The same of the chains of as many epochs as the paper's; and their acceptance and error, for Figure 2b."""
+    found = _of_groups(result["long"], [])
+    for sigma in sorted({row["setting"]["sigma"] for row in result["long"]}):
+        here = [row for row in result["long"] if row["setting"]["sigma"] == sigma]
+        accepted, error = (known["with"].get(sigma) for known in (published.FIG2B_ACCEPTANCE, published.FIG2B_ERROR))
+        words = f"with noise along the step, sigma {sigma:g}"
+        found.append(Line(f"acceptance, {words}", accepted, at(here, "acceptance"), published.ACCEPTANCE_READ_TO))
+        if error is not None:
+            wrong = {name: error_of(value) for name, value in at(here, "accuracy").items()}
+            jets = of_test_jets(error, here)
+            found.append(Line(f"1 - accuracy, {words}", error, wrong, published.ERROR_READ_TO, test_error=jets))
+    return found
+
+
+def _of_groups(scan: list[dict[str, Any]], exact: list[dict[str, Any]]) -> list[Line]:
     found: list[Line] = []
     for what, known in (("mean", published.FIG3_MEAN), ("spread", published.FIG3_SPREAD)):
         for group, title in GROUPS.items():
             for sigma, value in known[group].items():
-                rows = [row for row in result["scan"] if row["setting"]["sigma"] == sigma]
+                rows = [row for row in scan if row["setting"]["sigma"] == sigma]
                 if rows:
-                    rows += [_middle(result["exact"])] if result["exact"] else []
+                    rows += [_middle(exact)] if exact else []
                     ours: dict[str, Value] = {name_of(row): row["groups"][group][what] for row in rows}
                     errors = {name_of(row): row["groups"][group][f"{what}, test error"] for row in rows}
                     word = "mean prediction" if what == "mean" else "spread"
@@ -179,8 +232,8 @@ def section(result: dict[str, Any]) -> str:
     if result["long"]:
         longer = [row for name in VERSIONS for row in select(result["long"], name)]
         steps = longer[0]["setting"]["steps"]
-        text += ["", f"Chains and trainings of {steps:,} steps, as many epochs as the paper's:", ""]
-        text += _table_of_quality([*longer, *result["long yardsticks"]])
+        text += ["", f"Chains and trainings of {steps:,} steps, as many epochs as the paper's, by the same rule:", ""]
+        text += [table(long_lines(result), list(VERSIONS)), "", *_table_of_quality([*longer, *result["long yardsticks"]])]
     anchors = [*result["anchors"], *result["long anchors"]]
     return "\n".join([*text, "", of_anchors(anchors), health([*result["scan"], *result["exact"]])])
 
@@ -217,7 +270,8 @@ def _levels(axes: Axes, rows: list[dict[str, Any]], *path: str) -> None:
             value = value[key]
         if value is not None and value[0] is not None:
             name = name_of(row)
-            axes.axhline(value[0], color=COLOURS[name], linestyle="--", linewidth=1.3, label=LABELS[name])
+            label = "deep ensemble at equal compute" if name == "ensemble" else LABELS[name]
+            axes.axhline(value[0], color=COLOURS[name], linestyle="--", linewidth=1.3, label=label)
 
 
 def _title(row: dict[str, Any]) -> str:

@@ -138,10 +138,12 @@ def draw(result: dict[str, Any]) -> Figure:
 
 def section(result: dict[str, Any]) -> str:
     """A row for each sampler, and what follows from it."""
-    fall = _factor([row["mean_spread"] for row in result["truth"]])[0]
+    common = common_lams(result)
+    fall = _factor([row["mean_spread"] for row in result["truth"] if row["lam"] in common])[0]
+    ends = f"{common[0]:g} / {common[-1]:g}"
     table = [
-        "| sampler | spread / truth, narrow to wide | widest / narrowest | smallest / largest lambda (truth: "
-        f"{fall:.3g}) | acceptance | R-hat | verdict |",
+        f"| sampler | spread / truth, narrow to wide | widest / narrowest | lambda {ends} (truth: {fall:.3g}) | acceptance | "
+        "R-hat | verdict |",
         "|---|---|---|---|---|---|---|",
         "| published | – | rises with sigma | no strong effect | – | – | – |",
     ]
@@ -156,15 +158,17 @@ def section(result: dict[str, Any]) -> str:
     text = [
         f"Logistic regression with {result['num_weights']} weights on the observables of {result['num_jets']:,} jets, all of "
         f"them in each step; {result['num_chains']} chains of {result['num_steps']:,} steps at each setting, which start from "
-        f"exact draws; the spread is the mean over {result['num_held_out']} held-out jets. (n): not converged, by R-hat. A "
-        "sampler *holds* if each converged spread, at any width and lambda, is within four errors, or 3%, of the truth.",
+        f"exact draws; the spread is the mean over {result['num_held_out']} held-out jets. (n): not converged: fewer than 100 "
+        "effective draws, or an R-hat above what chance gives that many (1.01 to 1.05). A sampler *holds* if each converged "
+        "spread, at any width and lambda, is within four errors, or 3%, of the truth. Lambdas are compared where all samplers "
+        "have converged.",
         "",
         f"Widths are {' to '.join(f'{w:g}' for w in (WIDTHS[0], WIDTHS[-1]))} posterior standard deviations s, lr is "
         f"{result['lr']:g} s and sigma_along {result['sigma_along']:g}. Where lambda is varied, the paper's samplers keep "
         f"sigma ({result['width_of_lams']['paper']:g} s at lambda = 1) and lr, as in the paper; the steps of exact ones keep "
         f"their ratio ({result['width_of_lams']['exact']:g}) to the posterior's width, as burn-in would set them. *As "
-        "released* is the script: lambda times the mean loss, and no prior; with a *summed loss* its proposals run on the "
-        "target of the others.",
+        "released* has the script's scale: lambda times the mean loss, and no prior, which is another and wider target than "
+        "the truth that all rows are divided by; with a *summed loss* its proposals run on the target of the others.",
         "",
         *table,
         "",
@@ -176,7 +180,7 @@ def section(result: dict[str, Any]) -> str:
     released = findings["released"]
     text.append(
         f"As released, the spread changes by a factor {released['over_widths']} from the narrowest proposal to the widest, "
-        f"and by 1 / ({released['over_lams']}) from the smallest lambda to the largest; the target's by 1 / {fall:.3g}."
+        f"and by 1 / ({released['over_lams']}) from lambda {common[0]:g} to {common[-1]:g}; the truth's by 1 / {fall:.3g}."
     )
     return "\n".join(text) + "\n"
 
@@ -185,7 +189,8 @@ def finding(result: dict[str, Any], name: str) -> dict[str, Any]:
     """What one sampler's rows say."""
     truth = {row["lam"]: row["mean_spread"] for row in result["truth"]}
     rows = result["rows"][name]
-    widths, lams = by_width(rows), by_lam(rows, result["width_of_lams"][_kind(name)])
+    widths = by_width(rows)
+    lams = [row for row in by_lam(rows, result["width_of_lams"][_kind(name)]) if row["lam"] in common_lams(result)]
     rhats = [row["rhat"] for row in rows]
     known = [x for x in rhats if x is not None]
     converged = [row for row in rows if row["is_converged"]]
@@ -197,8 +202,8 @@ def finding(result: dict[str, Any], name: str) -> dict[str, Any]:
     ]
     return {
         "ratios": ratios,
-        "over_widths": "{:.2f} ± {:.2f}".format(*_factor([row["mean_spread"] for row in reversed(widths)])),
-        "over_lams": "{:.3g} ± {:.1g}".format(*_factor([row["mean_spread"] for row in lams])),
+        "over_widths": "{:.2f} ± {:.2f}".format(*_factor([row["mean_spread"] for row in reversed(widths)])) + _mark(widths),
+        "over_lams": "{:.3g} ± {:.1g}".format(*_factor([row["mean_spread"] for row in lams])) + _mark(lams),
         "acceptance": f"{min(r['acceptance'][0] for r in rows):.2f} to {max(r['acceptance'][0] for r in rows):.2f}",
         "rhat": f"{min(known):.3f} to {max(known):.3f}" if known else "none: no chain moved",
         "is_right": None if not converged else not off,
@@ -206,6 +211,24 @@ def finding(result: dict[str, Any], name: str) -> dict[str, Any]:
         if not converged
         else f"{'does not hold' if off else 'holds'} ({len(converged) - len(off)} of {len(converged)} converged settings)",
     }
+
+
+def common_lams(result: dict[str, Any]) -> list[float]:
+    """The lambdas at which all samplers have converged; all, if those are fewer than two."""
+    every = [row["lam"] for row in result["truth"]]
+    stuck = {
+        row["lam"]
+        for name, rows in result["rows"].items()
+        for row in by_lam(rows, result["width_of_lams"][_kind(name)])
+        if not row["is_converged"]
+    }
+    common = [lam for lam in every if lam not in stuck]
+    return common if len(common) > 1 else every
+
+
+def _mark(rows: list[dict[str, Any]]) -> str:
+    """Of a ratio whose ends have not both converged."""
+    return "" if rows[0]["is_converged"] and rows[-1]["is_converged"] else " (n)"
 
 
 def by_width(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

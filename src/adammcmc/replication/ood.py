@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from adammcmc.jets.data import KINDS
@@ -86,8 +87,10 @@ def _against_pt(axes: Axes, result: dict[str, Any], what: str, label: str) -> No
     rows = [row for row in select(result["scan"], "printed, batch sum", sigma=WHERE) if what in row]
     for kind, bins in rows[0][what].items() if rows else ():
         filled = [b for b in bins if b[3] is not None and b[3][0] is not None]
-        centres, values = [(b[0] + b[1]) / 2 for b in filled], [b[3][0] for b in filled]
-        axes.plot(centres, values, marker=".", color=_KIND_COLOURS[kind], label=kind)
+        centres = [(b[0] + b[1]) / 2 for b in filled]
+        errors = [math.hypot(b[3][1] or 0.0, b[4]) for b in filled]  # of seeds and jets
+        style: dict[str, Any] = {"marker": ".", "color": _KIND_COLOURS[kind], "label": kind, "elinewidth": 0.7}
+        axes.errorbar(centres, [b[3][0] for b in filled], errors, **style)
     axes.axvspan(550, 650, color="#eeeeee", zorder=0)
     axes.set_title(f"as printed, batch sum, sigma {WHERE:g}; grey: training")
     axes.set_xlabel("jet pT (GeV)")
@@ -109,7 +112,7 @@ def _detection(axes: Axes, result: dict[str, Any], what: str, label: str) -> Non
         points(axes, at, values, name, linestyle="", label=label_of, markerfacecolor=face)
         drawn.add(name)
     if methods:
-        axes.set_xticks(range(len(methods[0]["others"])), list(methods[0]["others"]))
+        axes.set_xticks(range(len(methods[0]["others"])), list(methods[0]["others"]), rotation=30)
     axes.axhline(0.5, color="black", linewidth=0.8)
     axes.set_ylabel(label)
     axes.set_title(f"told from the test jets, sigma {WHERE:g} (0.5: not at all)")
@@ -131,7 +134,14 @@ def lines(result: dict[str, Any]) -> list[Line]:
                 )
                 found.append(line)
     at_pt = [
-        Line(f"mutual information, {kind} jets at {pt:g} GeV, sigma {WHERE:g}", value, _near(result, kind, pt), read_to, 4)
+        Line(
+            f"mutual information, {kind} jets at {pt:g} GeV, sigma {WHERE:g}",
+            value,
+            _near(result, kind, pt),
+            read_to,
+            4,
+            test_error=_jets_near(result, kind, pt),
+        )
         for kind, values in published.OOD_BY_PT.items()
         for pt, (value, read_to) in values.items()
     ]
@@ -141,7 +151,12 @@ def lines(result: dict[str, Any]) -> list[Line]:
 
 def section(result: dict[str, Any]) -> str:
     """Mutual information against sigma, and detection beside the yardsticks."""
-    text = [table(lines(result), COLUMNS), RULE.format(read_to="20% or the published range"), ""]
+    text = [
+        table(lines(result), COLUMNS),
+        RULE.format(read_to="20% or the published range"),
+        "(Against sigma, and of an AUROC, errors are over the seeds only; against pT those of the jets in a bin count too.)",
+        "",
+    ]
     text += _detected(result, "auroc_information", "mutual information")
     text += ["", *_detected(result, "auroc_spread", "the spread"), ""]
     for row in [row for row in result["long"] if "others" in row]:
@@ -176,11 +191,25 @@ def _near(result: dict[str, Any], kind: str, pt: float) -> dict[str, Value]:
     found: dict[str, Value] = {}
     for row in result["scan"]:
         if row["setting"]["sigma"] == WHERE and kind in row.get("by_pt", {}):
-            bins = [b[3] for b in row["by_pt"][kind] if abs((b[0] + b[1]) / 2 - pt) < 50 and b[3] and b[3][0] is not None]
+            bins = [b[3] for b in _bins_near(row, kind, pt)]
             if bins:
                 error = None if any(b[1] is None for b in bins) else sum(b[1] for b in bins) / len(bins)
                 found[name_of(row)] = [sum(b[0] for b in bins) / len(bins), error]
     return found
+
+
+def _jets_near(result: dict[str, Any], kind: str, pt: float) -> dict[str, float]:
+    """The error that the jets of these bins, which all seeds share, add."""
+    found: dict[str, float] = {}
+    for row in result["scan"]:
+        if row["setting"]["sigma"] == WHERE and (bins := _bins_near(row, kind, pt)):
+            found[name_of(row)] = math.hypot(*(b[4] for b in bins)) / len(bins)
+    return found
+
+
+def _bins_near(row: dict[str, Any], kind: str, pt: float) -> list[Any]:
+    bins = row.get("by_pt", {}).get(kind, [])
+    return [b for b in bins if abs((b[0] + b[1]) / 2 - pt) < 50 and b[3] and b[3][0] is not None]
 
 
 def _information(row: dict[str, Any], title: str) -> Value:

@@ -162,7 +162,10 @@ def _averaged(parts: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         return {key: _averaged([p[key] for p in parts if key in p]) for key in first}
     if isinstance(first, list) and first and isinstance(first[0], list):  # bins of pT: low, high, jets, value, error
-        return [[*bins[0][:3], over_seeds([b[3] for b in bins])] for bins in zip(*parts, strict=True)]
+        return [
+            [*bins[0][:3], over_seeds([b[3] for b in bins]), _mean([b[4] or 0.0 for b in bins])]
+            for bins in zip(*parts, strict=True)
+        ]
     if isinstance(first, list) and len(first) == 2:
         return over_seeds([p[0] for p in parts])
     return over_seeds(list(parts))

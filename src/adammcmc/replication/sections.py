@@ -78,10 +78,10 @@ class Line:
         return self._is_within(name, max(self.half_width(name), self.read_to))
 
     def is_vague(self, name: str) -> bool:
-        """Whether it agrees only because its interval is wide."""
-        width = self.half_width(name)
-        is_wide = isinstance(self.published, float) and width > abs(self.published) / 2
-        return self.is_same(name) and not self._is_within(name, self.read_to) and is_wide
+        """Whether its interval is so wide that agreement means nothing."""
+        if not isinstance(self.published, float):
+            return False
+        return self.is_same(name) and self.half_width(name) > max(abs(self.published) / 2, self.read_to)
 
     def _is_within(self, name: str, allowed: float) -> bool:
         value = self.ours.get(name)
