@@ -12,9 +12,14 @@ from adammcmc.whole import clear, whole, write_whole
 def test_what_fails_on_the_way_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "numbers.txt"
     write_whole(path, "1 2 3")
-    with pytest.raises(OSError, match="full"), whole(path) as file:
-        file.write_text("4")
-        raise OSError("full")
+
+    def fail() -> None:
+        with whole(path) as file:
+            file.write_text("4")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        fail()
     assert [p.name for p in tmp_path.iterdir()] == ["numbers.txt"]
     assert path.read_text() == "1 2 3"
 

@@ -11,7 +11,7 @@ from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, crosses
 from adammcmc.replication.fig1 import WIDE, long_chain
 from adammcmc.replication.fig2b import scan
 from adammcmc.replication.rows import VERSIONS, exact_settings, lean, rows, version
-from adammcmc.replication.sections import RULE, Line, exact_data, health, name_of, of_anchors, select, shown, table
+from adammcmc.replication.sections import RULE, Line, exact_data, health, name_of, of_anchors, seeds_by, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
 from adammcmc.replication.work import Work
@@ -156,7 +156,8 @@ def lines(result: dict[str, Any]) -> list[Line]:
                     errors = {name_of(row): row["groups"][group][f"{what}, test error"] for row in rows}
                     word = "mean prediction" if what == "mean" else "spread"
                     words = f"{word}, {title}, sigma {sigma:g}"
-                    found.append(Line(words, value, ours, published.SPREAD_READ_TO, seeds=rows[0]["seeds"], test_error=errors))
+                    seeds = seeds_by(rows)
+                    found.append(Line(words, value, ours, published.SPREAD_READ_TO, seeds=seeds, test_error=errors))
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from adammcmc.replication import published
-from adammcmc.replication.drawing import LABELS, Value, canvas, legend, points
+from adammcmc.replication.drawing import LABELS, Value, band, canvas, legend, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.rows import bands, lean, row, rows, seeds_of, version
 from adammcmc.replication.sections import RULE, Line, health, of_anchors, shown, table
@@ -67,9 +67,8 @@ def draw(result: dict[str, Any]) -> Figure:
             for j, start in enumerate(STARTS):
                 one = axes[3 * i + j]
                 for test, colour in (("minibatch", "#d62728"), ("full", "#1f77b4")):
-                    band = result["curves"][f"{scale} | {start} | {test}"]
-                    one.plot(band["steps"], band["mean"], color=colour, linewidth=1.3, label=f"{test} correction")
-                    one.fill_between(band["steps"], band["low"], band["high"], color=colour, alpha=0.15, linewidth=0)
+                    curves = result["curves"][f"{scale} | {start} | {test}"]
+                    band(one, curves, color=colour, linewidth=1.3, label=f"{test} correction")
                 one.set_title(f"{LABELS[scale]}, {start}")
                 one.set_xlabel("step")
                 one.set_ylabel("training loss of a batch")
@@ -108,8 +107,10 @@ def lines(result: dict[str, Any]) -> list[Line]:
         rows = [result["rows"][f"{key} | {test}"] for key in keys]
         accepted: dict[str, Value] = {column: row["acceptance"] for column, row in zip(COLUMNS, rows, strict=True)}
         losses: dict[str, Value] = {column: row.get("final_loss") for column, row in zip(COLUMNS, rows, strict=True)}
-        found.append(Line(f"acceptance, {test} correction", published.FIG4_ACCEPTANCE[test], accepted, 0.005))
-        found.append(Line(f"loss at the end, {test} correction", published.FIG4_LOSS[0], losses, published.FIG4_LOSS[1]))
+        loss, scatter = published.FIG4_LOSS
+        seeds = rows[0]["seeds"]
+        found.append(Line(f"acceptance, {test} correction", published.FIG4_ACCEPTANCE[test], accepted, 0.005, seeds=seeds))
+        found.append(Line(f"loss at the end, {test} correction", loss, losses, scatter, seeds=seeds))
     return found
 
 
