@@ -198,7 +198,11 @@ def test_a_state_is_not_removed_before_its_record_is_there(tmp_path: Path, jets:
 def test_a_trials_own_error_is_not_taken_for_a_lock(tmp_path: Path) -> None:
     """Or it would be called again and again without a word."""
 
+    calls: list[str] = []
+
     def fails() -> None:
+        assert not calls
+        calls.append("once")
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     with pytest.raises(RuntimeError, match="temporarily unavailable"):

@@ -340,9 +340,10 @@ def test_jets_that_are_missing_are_said_with_the_command(tmp_path: Path) -> None
 @pytest.mark.parametrize(("call", "words"), [
     (lambda: Trial("sgld"), "no method 'sgld'"),
     (lambda: Trial("printed", test="mini"), "no test 'mini'"),
+    (lambda: Trial("adam", steps=500), "a burn-in of 1,000 steps leaves no draws in 500 steps"),
     (lambda: preset("large"), "no preset 'large'. Known: smoke, small, h200, paper"),
 ])  # fmt: skip
-def test_unknown_names(call: Any, words: str) -> None:
+def test_unknown_names_and_no_draws(call: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()
 

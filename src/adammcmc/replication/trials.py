@@ -109,6 +109,8 @@ class Trial:
             raise ValueError(f"there is no method '{self.method}'. Known: {', '.join(METHODS)}.")
         if self.test not in TESTS:
             raise ValueError(f"there is no test '{self.test}'. Known: {', '.join(TESTS)}.")
+        if self.method != "ensemble" and self.burn_in >= self.steps:  # (members of an ensemble have no burn-in)
+            raise ValueError(f"a burn-in of {self.burn_in:,} steps leaves no draws in {self.steps:,} steps.")
 
     @staticmethod
     def of(preset: Preset, method: str, **options: Any) -> Trial:
