@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["whole", "write_whole"]
+__all__ = ["clear", "whole", "write_whole"]
 
 
 @contextmanager
@@ -26,6 +27,12 @@ def whole(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def clear(path: Path) -> None:
+    """Remove what killed processes left of their writing of `path`. Only where nobody else can be at it now."""
+    for left in path.parent.glob(glob.escape(f".{path.name}.") + f"[0-9]*{path.suffix}"):
+        left.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from adammcmc.jets import Jets
 from adammcmc.replication import drawing, fig1, fig2a, fig2b, fig3, fig4, ood, published, temperature
 from adammcmc.replication.measures import judge, rounded
 from adammcmc.replication.rows import VERSIONS
@@ -31,7 +32,7 @@ class Invented:
     """A work whose records are invented: acceptances as published for Algorithm 1 on the batch sum, far off for the others."""
 
     def __init__(self) -> None:
-        self.preset = replace(PRESETS["smoke"], thin=1, seeds=2, anchors=True)  # (the number of points of h200)
+        self.preset = replace(PRESETS["smoke"], thin=1, seeds=2, anchors=True, exact_chains=3)  # (the points of h200)
         self.jets: JetSets = read_sets(PRESETS["smoke"])
 
     def records(self, trials: Sequence[Trial]) -> list[dict[str, Any]]:
@@ -50,7 +51,7 @@ class Invented:
         )
         found: dict[str, Any] = {
             "trial": asdict(trial),
-            "loss": {"every": 1, "values": [0.7, 0.4, 0.3, 0.2]},
+            "loss": {"every": 1, "values": [0.7, 0.4, 0.3, 0.2 + 0.001 * trial.seed]},
             "accuracy": {"steps": [1, 2, 3], "values": [0.5, 0.9 + 0.001 * trial.seed, 0.8]},
             "draws": judge(draws, elsewhere, self.jets.test, self.jets.others),
             "seconds": 1.0,
@@ -165,6 +166,17 @@ def test_students_interval_holds_nineteen_times_of_twenty() -> None:
         assert float((mean.abs() <= line.half_width("x") * error).double().mean()) == pytest.approx(0.95, abs=0.006)
 
 
+@pytest.mark.parametrize("name", ["fig1", "fig2a", "fig2b", "fig3", "fig4", "ood"])
+def test_the_interval_is_that_of_as_many_seeds_as_were_run(name: str, results: dict[str, dict[str, Any]]) -> None:
+    for line in FIGURES[name][0].lines(results[name]):
+        for sampler, value in line.ours.items():
+            if value is not None and value[1]:
+                seeds = 5 if name == "fig1" else 3 if sampler == "exact" else 2
+                alone = replace(line, test_error=0.0)
+                wanted = {2: 12.706, 3: 4.303, 5: 2.776}[seeds]
+                assert alone.half_width(sampler) == pytest.approx(wanted * value[1]), line.what
+
+
 def test_verdicts_in_words() -> None:
     columns = ("released", "printed, batch sum")
     near, far = [0.5, 0.001], [0.7, 0.001]
@@ -187,6 +199,116 @@ def test_verdicts_in_words() -> None:
     rows = table([Line("what", 0.5, {"released": near})], columns).splitlines()
     assert rows[-1] == "| what | 0.500 | 0.500 ± 0.001 | – | same |"
     assert shown([0.12345, None], 2) == "0.12"
+
+
+class Asked(Invented):
+    """Notes what it is asked for; numbers are those of one trial of each method, but the accuracy: 0.9 at a rate of 0.01."""
+
+    def __init__(self, preset: Preset) -> None:
+        super().__init__()
+        self.preset = preset
+        self.asked: list[Trial] = []
+        self._made: dict[str, dict[str, Any]] = {}
+
+    def record(self, trial: Trial) -> dict[str, Any]:
+        self.asked.append(trial)
+        if trial.method not in self._made:
+            self._made[trial.method] = super().record(trial)
+        last = 0.9 if trial.lr == 0.01 else 0.8
+        accuracy = {"steps": [1, 2], "values": [0.95, last]}
+        return {**self._made[trial.method], "trial": asdict(trial), "accuracy": accuracy}
+
+
+@pytest.fixture(scope="module")
+def asked() -> dict[str, list[Trial]]:
+    """The trials of each figure at the size of h200."""
+    found = {}
+    for name, (figure, _) in FIGURES.items():
+        work = Asked(PRESETS["h200"])
+        figure.run(work.preset, work)
+        found[name] = work.asked
+    return found
+
+
+LONG = {"steps": 3900, "burn_in": 1950}
+
+
+def _of(trials: Sequence[Trial], **settings: Any) -> list[Trial]:
+    return [trial for trial in trials if all(getattr(trial, key) == value for key, value in settings.items())]
+
+
+def test_figure_1_asks_for_100_epochs_at_the_best_rates(asked: dict[str, list[Trial]]) -> None:
+    longer = _of(asked["fig1"], **LONG, looks=20)
+    assert {trial.burn_in for trial in _of(asked["fig1"], steps=3900)} == {1950}
+    for method, rate in (("adam", 3e-4), ("sgd", 1e-2), ("sghmc", 1e-2)):  # (all of Adam's are alike: the first)
+        assert [(trial.lr, trial.seed) for trial in _of(longer, method=method)] == [(rate, seed) for seed in range(5)]
+        assert [trial.lr for trial in _of(asked["fig1"], method=method, steps=1200, looks=20)] == list(fig1.GRIDS[method])
+    assert {(t.method, t.scale, t.sigma) for t in longer if t.method in ("released", "printed")} == {
+        ("released", "mean", 0.2), ("released", "mean", 2.0), ("printed", "batch_sum", 0.2), ("printed", "batch_sum", 2.0),
+    }  # fmt: skip
+    assert len(longer) == 5 * 7
+
+
+def test_chains_without_noise_along_the_step_also_start_from_trained_weights(asked: dict[str, list[Trial]]) -> None:
+    late = _of(asked["fig2b"], start=600, network="lite")
+    assert len(late) == 3 * len(VERSIONS) * len(fig2b.LATE_SIGMAS)
+    assert {trial.sigma_delta for trial in late} == {0.0}
+    assert {trial.sigma for trial in late} == set(fig2b.LATE_SIGMAS)
+    assert {trial.start for trial in asked["fig2b"]} == {0, 600}
+
+
+def test_figure_3_asks_for_both_lengths_with_their_yardsticks(asked: dict[str, list[Trial]]) -> None:
+    lite = _of(asked["fig3"], network="lite", seed=0)
+    for steps in (1200, 3900):
+        own = _of(lite, steps=steps, burn_in=steps // 2)
+        assert [(t.method, t.num_draws) for t in own if t.method not in ("released", "printed")] == [
+            ("adam", 10), ("snapshots", 10), ("dropout", 10), ("ensemble", 5),
+        ]  # fmt: skip
+        assert _of(lite, method="ensemble", steps=steps * 4 // 15, num_draws=5), "at the compute of a chain: 4/3 over 5"
+    assert len(_of(lite, **LONG)) == 4 + len(VERSIONS) * len(fig3.LONG_SIGMAS)
+    anchors = _of(asked["fig3"], network="particlenet", **LONG)
+    assert [(trial.method, trial.scale) for trial in anchors] == [
+        ("released", "mean"), ("printed", "batch_sum"), ("printed", "data_sum"), ("snapshots", "batch_sum"),
+    ]  # fmt: skip
+    assert set(_of(asked["fig1"], method="released", seed=0, **LONG)) <= set(lite), "figures share their trials"
+
+
+def test_figure_4_asks_for_both_starts_on_the_papers_network(asked: dict[str, list[Trial]]) -> None:
+    anchors = _of(asked["fig4"], network="particlenet")
+    assert [(t.start, t.test) for t in anchors] == [(5, "minibatch"), (5, "full"), (300, "minibatch"), (300, "full")]
+    assert {trial.in_training_mode for trial in anchors} == {False}
+
+
+def test_jets_from_elsewhere_are_also_scored_by_chains_of_100_epochs(asked: dict[str, list[Trial]]) -> None:
+    longer = _of(asked["ood"], **LONG)
+    assert len(longer) == 3 * 2 * len(ood.LONG_SIGMAS)
+    assert {trial.scale for trial in longer} == {"mean", "batch_sum"}
+    shared = [t for t in asked["fig1"] if t in longer]
+    assert len(shared) == 3 * 4, "both versions at both sigmas of Figure 1"
+
+
+@pytest.mark.parametrize(("name", "num_axes"), [("fig3", 16), ("ood", 6)])
+def test_presets_without_long_runs(name: str, num_axes: int) -> None:
+    assert [PRESETS[preset].long_steps for preset in ("small", "paper")] == [0, 0]
+    assert PRESETS["small"].long == {"steps": 240, "burn_in": 120}
+    work = Asked(replace(PRESETS["smoke"], thin=1, long_steps=0))
+    result = json.loads(json.dumps(rounded(FIGURES[name][0].run(work.preset, work))))
+    assert result["long"] == []
+    assert {trial.steps for trial in work.asked if trial.method in ("released", "printed")} == {8}
+    assert len(FIGURES[name][0].draw(result).axes) == num_axes
+    assert "epochs" not in FIGURES[name][0].section(result)
+
+
+@pytest.mark.parametrize("kinds", [("w", "quark"), ()])
+def test_there_may_be_no_tops_elsewhere(kinds: tuple[str, ...]) -> None:
+    work = Asked(PRESETS["smoke"])
+    work.jets = JetSets(work.jets.train, work.jets.test, work.jets.others.of_kind(*kinds) if kinds else Jets.empty())
+    result = json.loads(json.dumps(rounded(ood.run(work.preset, work))))
+    text = ood.section(result)
+    assert "training tops, sigma 0.2" in text or not kinds
+    assert "elsewhere, sigma 0.2" not in text
+    assert "None" not in text
+    assert len(ood.draw(result).axes) == 6
 
 
 def test_every_sampler_has_a_colour_and_a_name() -> None:

@@ -29,6 +29,7 @@ from adammcmc.replication.sets import JetSets, read_sets
 from adammcmc.replication.settings import PAPER_PARAMS, PRESETS, preset
 from adammcmc.replication.trials import METHODS, TESTS, Trial, _Run, _Sampling, run_trial
 from adammcmc.replication.work import Work
+from adammcmc.sampler import Sampler
 
 TINY = replace(PRESETS["smoke"], num_train=48, num_test=30, num_others=1, batch_size=12, steps=6, num_draws=3, exact_data=16)
 CPU = torch.device("cpu")
@@ -129,6 +130,41 @@ def test_a_chain_counts_from_its_burn_in_and_goes_on_with_adams_moments(jets: Je
     assert record["acceptance"] == pytest.approx(sum(rates[-6:]) / 6, rel=1e-5)
     assert len(set(rates)) > 1
     assert {float(state["step"]) for state in samplers[-1].state.values()} == {12.0}
+
+
+def test_kappa_and_health_are_those_after_burn_in(jets: JetSets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kappa = r / sqrt(1 + (sigma_along r)^2), with r = |u| / sigma, of every tenth step."""
+    ratios, resets = [], []
+    step, reset = _Sampling.step, Sampler.reset_health
+
+    def noted(self: _Sampling, batch: Any) -> torch.Tensor:
+        loss = step(self, batch)
+        ratios.append(float(self.sampler.info.step_to_noise))
+        return loss
+
+    def note(self: Sampler) -> None:
+        resets.append(len(ratios))
+        reset(self)
+
+    monkeypatch.setattr(_Sampling, "step", noted)
+    monkeypatch.setattr(Sampler, "reset_health", note)
+    trial = Trial.of(TINY, "printed", sigma=2.0, sigma_delta=100.0, steps=30, burn_in=10, num_draws=2)
+    record = run(trial, jets)
+    along = 100.0 / math.sqrt(PAPER_PARAMS)
+    kappas = [r / math.sqrt(1 + (along * r) ** 2) for r in ratios]
+    assert record["kappa"] == pytest.approx((kappas[19] + kappas[29]) / 2, rel=1e-5)
+    assert record["kappa"] < 0.9 * (ratios[19] + ratios[29]) / 2, "the noise along the step counts"
+    assert resets == [10]
+
+
+def test_snapshots_are_points_of_adams_path(jets: JetSets) -> None:
+    """The same steps, at the same rate; the last of them is what Adam ends with."""
+    adam, snapshots = (run(Trial.of(TINY, method, lr=1e-2, looks=3), jets) for method in ("adam", "snapshots"))
+    assert snapshots["loss"] == adam["loss"]
+    assert snapshots["accuracy"] == adam["accuracy"]
+    assert snapshots["draws"]["probes"][-1] == adam["draws"]["probes"][-1]
+    assert len(snapshots["draws"]["probes"]) == 3
+    assert snapshots["loss"] != run(Trial.of(TINY, "snapshots"), jets)["loss"]
 
 
 def test_exact_chains_have_one_start_and_one_target(jets: JetSets) -> None:
@@ -304,9 +340,10 @@ def test_jets_that_are_missing_are_said_with_the_command(tmp_path: Path) -> None
 @pytest.mark.parametrize(("call", "words"), [
     (lambda: Trial("sgld"), "no method 'sgld'"),
     (lambda: Trial("printed", test="mini"), "no test 'mini'"),
+    (lambda: Trial("adam", steps=500), "a burn-in of 1,000 steps leaves no draws in 500 steps"),
     (lambda: preset("large"), "no preset 'large'. Known: smoke, small, h200, paper"),
 ])  # fmt: skip
-def test_unknown_names(call: Any, words: str) -> None:
+def test_unknown_names_and_no_draws(call: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()
 

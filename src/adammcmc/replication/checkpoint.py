@@ -10,12 +10,13 @@ from typing import Any
 from safetensors import SafetensorError
 
 from adammcmc.encoding import read_state, write_state
+from adammcmc.whole import clear
 
 __all__ = ["Checkpoint"]
 
 
 class Checkpoint:
-    """A file with the state of a trial under way.
+    """A file with the state of a trial under way. Only one process at a time may have it.
 
     Args:
         path: the file; None keeps nothing.
@@ -32,19 +33,35 @@ class Checkpoint:
         return self.path is not None and time.monotonic() - self._last >= self.every
 
     def save(self, state: dict[str, Any]) -> None:
-        """Keep this state instead of the one before."""
+        """Keep this state instead of the one before. If it cannot be written, the one before stays, and the trial goes on."""
         if self.path is not None:
-            write_state(self.path, state, "a trial of adammcmc replicate under way")
+            try:
+                write_state(self.path, state, "a trial of adammcmc replicate under way")
+            except OSError as error:
+                words = "the trial goes on, but from further back if it is killed"
+                warnings.warn(f"'{self.path}' cannot be written ({error}): {words}.", stacklevel=2)
         self._last = time.monotonic()
 
-    def load(self) -> dict[str, Any] | None:
-        """The last state; None if there is none, or if it cannot be read: then the trial begins again."""
-        if self.path is None or not self.path.exists():
+    def load(self, made_by: dict[str, str]) -> dict[str, Any] | None:
+        """The last state; None if there is none, or if it cannot be read: then the trial begins again.
+
+        Args:
+            made_by: what the state must have under `made_by`. On another device, or with another version of a library, a trial
+                would not go on bit for bit, and its record would not tell where it was made.
+        """
+        if self.path is None:
+            return None
+        clear(self.path)
+        if not self.path.exists():
             return None
         try:
             state: dict[str, Any] = read_state(self.path)
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            warnings.warn(f"'{self.path}' cannot be read ({error}): this trial begins again.", stacklevel=2)
+            theirs = state["made_by"]
+            if theirs != made_by:
+                raise ValueError(f"it was made by {', '.join(theirs.values())}, here is {', '.join(made_by.values())}")
+        except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
+            why = "it is no state of a trial" if isinstance(error, AttributeError | KeyError | TypeError) else error
+            warnings.warn(f"'{self.path}' cannot be read ({why}): this trial begins again.", stacklevel=2)
             return None
         return state
 

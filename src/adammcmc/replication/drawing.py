@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "LABELS", "MARKERS", "Value", "canvas", "crosses", "legend", "line", "log_ticks", "points"]
+__all__ = ["COLOURS", "LABELS", "MARKERS", "Value", "band", "canvas", "crosses", "legend", "line", "log_ticks", "points"]
 
 COLOURS = {
     "adam": "#7f7f7f",
@@ -112,6 +113,16 @@ def line(axes: Axes, x: Sequence[float], y: Sequence[float | None], name: str, *
         axes.plot(
             *zip(*known, strict=True), **{"color": COLOURS.get(name, "black"), "linestyle": ":", "linewidth": 1.6, **options}
         )
+
+
+def band(axes: Axes, curves: dict[str, Sequence[float | None]], *, is_filled: bool = True, **options: Any) -> None:
+    """The mean against the steps, and from the lowest to the highest; a gap where there is no number."""
+    steps, mean, low, high = (
+        [math.nan if value is None else value for value in curves[key]] for key in ("steps", "mean", "low", "high")
+    )
+    [drawn] = axes.plot(steps, mean, **options)
+    if is_filled:
+        axes.fill_between(steps, low, high, color=drawn.get_color(), alpha=0.13, linewidth=0)
 
 
 def crosses(axes: Axes, published: dict[float, float], *, x_of: Any = float, label: str | None = "published") -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from adammcmc.replication import published
-from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, legend
+from adammcmc.replication.drawing import COLOURS, LABELS, Value, band, canvas, legend
 from adammcmc.replication.rows import bands, lean, row, rows, seeds_of, version
 from adammcmc.replication.sections import RULE, Line, health, of_anchors, of_test_jets, shown, table
 from adammcmc.replication.settings import Preset
@@ -75,10 +75,10 @@ def draw(result: dict[str, Any]) -> Figure:
             style: dict[str, Any] = {"color": COLOURS[sampler], "linestyle": "--" if sigma == "0.2" else "-", "linewidth": 1.6}
             label = _label(name)
             for one, what in zip(axes, ("loss", "loss", "accuracy"), strict=True):
-                band = {key: _smooth(values) if one is axes[1] else values for key, values in curves[what].items()}
-                one.plot(band["steps"], band["mean"], label=label, **style)
-                if what == "loss" or name in _BANDS_OF_ACCURACY:  # seven bands would hide each other
-                    one.fill_between(band["steps"], band["low"], band["high"], color=style["color"], alpha=0.12, linewidth=0)
+                shown_band = {key: _smooth(values) if one is axes[1] else values for key, values in curves[what].items()}
+                # (seven bands of accuracies would hide each other)
+                is_filled = what == "loss" or name in _BANDS_OF_ACCURACY
+                band(one, shown_band, label=label, is_filled=is_filled, **style)
         first, whole, accuracy = axes
         end = max(max(curves["loss"]["steps"]) for curves in result["curves"].values())
         first.set_xscale("log")
@@ -147,10 +147,12 @@ def section(result: dict[str, Any]) -> str:
     return "\n".join([*text, of_anchors(result["anchors"]), health(result["rows"].values())])
 
 
-def _early(band: dict[str, Any]) -> Value:
+def _early(loss: dict[str, Any]) -> Value:
     """The mean loss over a fifth of the steps around the 500th; None where a run is shorter."""
     near = [
-        value for step, value in zip(band["steps"], band["mean"], strict=True) if abs(step / published.FIG1_EARLY - 1) <= 0.1
+        value
+        for step, value in zip(loss["steps"], loss["mean"], strict=True)
+        if abs(step - published.FIG1_EARLY) <= published.FIG1_EARLY // 10 and value is not None
     ]
     return [sum(near) / len(near), None] if near else None
 
@@ -160,10 +162,11 @@ def _label(name: str) -> str:
     return LABELS[sampler] + (f", sigma {float(sigma):g}" if sigma else "")
 
 
-def _smooth(values: list[float], window: int = 15) -> list[float]:
-    """The mean of so many neighbours: batches scatter more than methods differ."""
+def _smooth(values: list[float | None], window: int = 15) -> list[float | None]:
+    """The mean of so many neighbours: batches scatter more than methods differ. None where one of them is."""
     window = min(window, len(values))
-    return [sum(values[i : i + window]) / window for i in range(len(values) - window + 1)]
+    parts = [[value for value in values[i : i + window] if value is not None] for i in range(len(values) - window + 1)]
+    return [sum(part) / window if len(part) == window else None for part in parts]
 
 
 def _limits(result: dict[str, Any], start: float) -> tuple[float, float]:

@@ -8,7 +8,19 @@ from adammcmc.replication import published
 from adammcmc.replication.drawing import LABELS, canvas, crosses, legend, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.rows import VERSIONS, lean, rows, version
-from adammcmc.replication.sections import RULE, Line, at, error_of, health, of_anchors, of_test_jets, select, shown, table
+from adammcmc.replication.sections import (
+    RULE,
+    Line,
+    at,
+    error_of,
+    health,
+    of_anchors,
+    of_test_jets,
+    seeds_by,
+    select,
+    shown,
+    table,
+)
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
 from adammcmc.replication.work import Work
@@ -94,18 +106,18 @@ def lines(result: dict[str, Any]) -> list[Line]:
     """Acceptance and error at each sigma."""
     found: list[Line] = []
     for which, title in PARTS.items():
-        rows = result[which]
+        rows, seeds = result[which], seeds_by(result[which])
         for sigma in sorted({row["setting"]["sigma"] for row in rows}):
             words = f"{title}, sigma {sigma:g}"
-            accepted = published.FIG2B_ACCEPTANCE[_published(which)].get(sigma)
-            found.append(
-                Line(f"acceptance, {words}", accepted, at(rows, "acceptance", sigma=sigma), published.ACCEPTANCE_READ_TO)
-            )
+            accepted, ours = published.FIG2B_ACCEPTANCE[_published(which)].get(sigma), at(rows, "acceptance", sigma=sigma)
+            found.append(Line(f"acceptance, {words}", accepted, ours, published.ACCEPTANCE_READ_TO, seeds=seeds))
             if sigma in published.FIG2B_ERROR[_published(which)]:
-                ours = {name: error_of(value) for name, value in at(rows, "accuracy", sigma=sigma).items()}
+                wrong = {name: error_of(value) for name, value in at(rows, "accuracy", sigma=sigma).items()}
                 error = published.FIG2B_ERROR[_published(which)][sigma]
                 jets = of_test_jets(error, rows)
-                found.append(Line(f"1 - accuracy, {words}", error, ours, published.ERROR_READ_TO, test_error=jets))
+                found.append(
+                    Line(f"1 - accuracy, {words}", error, wrong, published.ERROR_READ_TO, seeds=seeds, test_error=jets)
+                )
     return found
 
 

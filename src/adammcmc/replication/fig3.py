@@ -21,6 +21,7 @@ from adammcmc.replication.sections import (
     name_of,
     of_anchors,
     of_test_jets,
+    seeds_by,
     select,
     shown,
     table,
@@ -209,7 +210,8 @@ def _of_groups(scan: list[dict[str, Any]], exact: list[dict[str, Any]]) -> list[
                     errors = {name_of(row): row["groups"][group][f"{what}, test error"] for row in rows}
                     word = "mean prediction" if what == "mean" else "spread"
                     words = f"{word}, {title}, sigma {sigma:g}"
-                    found.append(Line(words, value, ours, published.SPREAD_READ_TO, seeds=rows[0]["seeds"], test_error=errors))
+                    seeds = seeds_by(rows)
+                    found.append(Line(words, value, ours, published.SPREAD_READ_TO, seeds=seeds, test_error=errors))
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from adammcmc.replication import published
-from adammcmc.replication.drawing import LABELS, Value, canvas, legend, points
+from adammcmc.replication.drawing import LABELS, Value, band, canvas, legend, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.rows import bands, lean, row, rows, seeds_of, version
 from adammcmc.replication.sections import RULE, Line, health, of_anchors, shown, table
@@ -67,9 +67,8 @@ def draw(result: dict[str, Any]) -> Figure:
             for j, start in enumerate(STARTS):
                 one = axes[3 * i + j]
                 for test, colour in (("minibatch", "#d62728"), ("full", "#1f77b4")):
-                    band = result["curves"][f"{scale} | {start} | {test}"]
-                    one.plot(band["steps"], band["mean"], color=colour, linewidth=1.3, label=f"{test} correction")
-                    one.fill_between(band["steps"], band["low"], band["high"], color=colour, alpha=0.15, linewidth=0)
+                    curves = result["curves"][f"{scale} | {start} | {test}"]
+                    band(one, curves, color=colour, linewidth=1.3, label=f"{test} correction")
                 one.set_title(f"{LABELS[scale]}, {start}")
                 one.set_xlabel("step")
                 one.set_ylabel("training loss of a batch")

@@ -11,7 +11,7 @@ from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, crosses
 from adammcmc.replication.fig1 import WIDE, long_chain
 from adammcmc.replication.fig3 import yardsticks
 from adammcmc.replication.rows import VERSIONS, exact_settings, lean, rows, version
-from adammcmc.replication.sections import RULE, Line, exact_data, health, name_of, of_anchors, select, shown, table
+from adammcmc.replication.sections import RULE, Line, exact_data, health, name_of, of_anchors, seeds_by, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.work import Work
 
@@ -97,7 +97,8 @@ def _against_pt(axes: Axes, result: dict[str, Any], what: str, label: str) -> No
     axes.set_ylabel(label)
     axes.set_xlim(490, 1030)
     axes.set_ylim(0.0, 1.25 * axes.get_ylim()[1])  # room for the legend
-    axes.legend(ncols=4, fontsize=9, loc="upper center")
+    if rows:
+        axes.legend(ncols=4, fontsize=9, loc="upper center")
 
 
 def _detection(axes: Axes, result: dict[str, Any], what: str, label: str) -> None:
@@ -124,15 +125,14 @@ COLUMNS = list(VERSIONS)
 def lines(result: dict[str, Any]) -> list[Line]:
     """Mutual information against sigma, and of each kind at two pT."""
     found: list[Line] = []
+    seeds = seeds_by(result["scan"])
     for title, values in published.OOD_BY_SIGMA.items():
         for sigma, value in values.items():
             rows = [row for row in result["scan"] if row["setting"]["sigma"] == sigma and "others" in row]
             ours: dict[str, Value] = {name_of(row): _information(row, title) for row in rows}
-            if ours:
-                line = Line(
-                    f"mutual information, {title}, sigma {sigma:g}", value, ours, published.INFORMATION_READ_TO * value, 4
-                )
-                found.append(line)
+            if any(ours.values()):
+                words = f"mutual information, {title}, sigma {sigma:g}"
+                found.append(Line(words, value, ours, published.INFORMATION_READ_TO * value, 4, seeds))
     at_pt = [
         Line(
             f"mutual information, {kind} jets at {pt:g} GeV, sigma {WHERE:g}",
@@ -140,6 +140,7 @@ def lines(result: dict[str, Any]) -> list[Line]:
             _near(result, kind, pt),
             read_to,
             4,
+            seeds,
             test_error=_jets_near(result, kind, pt),
         )
         for kind, values in published.OOD_BY_PT.items()
@@ -213,7 +214,9 @@ def _bins_near(row: dict[str, Any], kind: str, pt: float) -> list[Any]:
 
 
 def _information(row: dict[str, Any], title: str) -> Value:
-    value: Value = row["information"]["top"] if title == "training tops" else row["others"]["top"]["information"]
+    """None where there are no tops elsewhere."""
+    tops = row["others"].get("top", {"information": None})
+    value: Value = row["information"]["top"] if title == "training tops" else tops["information"]
     return value
 
 

@@ -148,11 +148,12 @@ def _error_of_median(group: dict[str, Any], what: str) -> float:
     return float(1.2533 * (high - low) / 1.349 / math.sqrt(group["jets"])) if group["jets"] else 0.0
 
 
-def _band(columns: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+def _band(columns: Sequence[Sequence[float | None]]) -> dict[str, list[float | None]]:
+    known = [[value for value in column if value is not None] for column in columns]
     return {
-        "low": [min(c) for c in columns],
-        "mean": [_mean(c) for c in columns],
-        "high": [max(c) for c in columns],
+        "low": [min(c, default=None) for c in known],
+        "mean": [_mean(c) for c in known],
+        "high": [max(c, default=None) for c in known],
     }
 
 
@@ -171,5 +172,7 @@ def _averaged(parts: Sequence[Any]) -> Any:
     return over_seeds(list(parts))
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Of those that are known: a loss that was not finite is None in a record."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

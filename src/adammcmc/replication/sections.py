@@ -30,6 +30,7 @@ __all__ = [
     "name_of",
     "of_anchors",
     "of_test_jets",
+    "seeds_by",
     "select",
     "shown",
     "table",
@@ -54,7 +55,7 @@ class Line:
         ours: [mean, error] by sampler.
         read_to: how exactly the published number is known.
         digits: after the point.
-        seeds: behind the errors.
+        seeds: behind the errors; by sampler, or the same for all.
         test_error: what the test jets, which all seeds share, add to the error; by sampler, or the same for all.
     """
 
@@ -63,7 +64,7 @@ class Line:
     ours: dict[str, Value]
     read_to: float = 0.0
     digits: int = 3
-    seeds: int = 3
+    seeds: int | dict[str, int] = 3
     test_error: float | dict[str, float] = 0.0
 
     def half_width(self, name: str) -> float:
@@ -71,7 +72,8 @@ class Line:
         value = self.ours.get(name)
         own = 0.0 if value is None or value[1] is None else value[1]
         error = self.test_error.get(name, 0.0) if isinstance(self.test_error, dict) else self.test_error
-        return math.hypot(_STUDENT.get(self.seeds - 1, 2.0) * own, 2 * error)
+        seeds = self.seeds.get(name, 1) if isinstance(self.seeds, dict) else self.seeds
+        return math.hypot(_STUDENT.get(seeds - 1, 2.0) * own, 2 * error)
 
     def is_same(self, name: str) -> bool:
         """Whether this sampler has the published number: the rule above."""
@@ -167,6 +169,11 @@ def at(rows: Iterable[dict[str, Any]], what: str, **settings: Any) -> dict[str, 
         if all(row["setting"][key] == value for key, value in settings.items()):
             found[name_of(row)] = row[what]
     return found
+
+
+def seeds_by(rows: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """How many seeds the rows of each sampler have."""
+    return {name_of(row): row["seeds"] for row in rows}
 
 
 def error_of(value: Value) -> Value:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import adammcmc
 from adammcmc.acceptance import AlwaysAccept, Barker, Confidence, FullData, Minibatch, Penalty, Sequential, Test
 from adammcmc.data import derive_seed
 from adammcmc.exact import Underdamped
@@ -108,6 +109,8 @@ class Trial:
             raise ValueError(f"there is no method '{self.method}'. Known: {', '.join(METHODS)}.")
         if self.test not in TESTS:
             raise ValueError(f"there is no test '{self.test}'. Known: {', '.join(TESTS)}.")
+        if self.method != "ensemble" and self.burn_in >= self.steps:  # (members of an ensemble have no burn-in)
+            raise ValueError(f"a burn-in of {self.burn_in:,} steps leaves no draws in {self.steps:,} steps.")
 
     @staticmethod
     def of(preset: Preset, method: str, **options: Any) -> Trial:
@@ -168,13 +171,13 @@ def run_trial(
 ) -> dict[str, Any]:
     """Its record. `tell` is given the steps done and to do; from a `checkpoint` it goes on where it was."""
     checkpoint = checkpoint or Checkpoint()
-    began = time.perf_counter()
+    watch = _Watch()
     record: dict[str, Any] = {"trial": asdict(trial), "device": device_name(device), "torch": torch.__version__}
     if trial.method == "ensemble":
-        record |= _run_ensemble(trial, jets, device, tell, checkpoint)
+        record |= _run_ensemble(trial, jets, device, tell, checkpoint, watch)
     else:
-        record |= _Run(trial, jets, device).go(tell, checkpoint)
-    record["seconds"] = time.perf_counter() - began
+        record |= _Run(trial, jets, device, watch).go(tell, checkpoint)
+    record["seconds"] = watch.seconds
     return record
 
 
@@ -183,14 +186,33 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
+def _made_by(device: torch.device) -> dict[str, str]:
+    """What a state depends on besides its trial."""
+    versions = {"torch": f"torch {torch.__version__}", "adammcmc": f"adammcmc {adammcmc.__version__}"}
+    return {"device": device_name(device), **versions, "state": f"state {_STATE}"}
+
+
+class _Watch:
+    """Seconds that a trial took, of all processes that were at it as far as their states tell."""
+
+    def __init__(self) -> None:
+        self._began, self.before = time.perf_counter(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.before + time.perf_counter() - self._began
+
+
+_STATE = 1
+"""Of what a state holds. Raise it when that changes: trials under way then begin again."""
 _KEPT = ("step", "accepted", "sums", "counts", "curve", "accuracies", "draws")
 
 
 class _Run:
     """A chain, or a training, under way."""
 
-    def __init__(self, trial: Trial, jets: JetSets, device: torch.device) -> None:
-        self.trial, self.jets, self.device = trial, jets, device
+    def __init__(self, trial: Trial, jets: JetSets, device: torch.device, watch: _Watch | None = None) -> None:
+        self.trial, self.jets, self.device, self.watch = trial, jets, device, watch or _Watch()
         self._start_seed = trial.seed if trial.start_seed is None else trial.start_seed
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(self._start_seed)
@@ -216,7 +238,7 @@ class _Run:
     def go(self, tell: Callable[[int, int], None], checkpoint: Checkpoint) -> dict[str, Any]:
         """To the end; what is found."""
         trial = self.trial
-        saved = checkpoint.load()
+        saved = checkpoint.load(_made_by(self.device))
         moments = None
         if saved is None or saved["phase"] == "start":
             moments, saved = self._start(tell, checkpoint, saved), None
@@ -304,6 +326,8 @@ class _Run:
     def _state(self, phase: str, method: _Method, data: JetData) -> dict[str, Any]:
         is_cuda = self.device.type == "cuda"
         return {
+            "made_by": _made_by(self.device),
+            "seconds": self.watch.seconds,
             "phase": phase,
             "net": dict(self.net.state_dict()),
             "method": method.state_dict(),
@@ -320,6 +344,7 @@ class _Run:
         torch.set_rng_state(state["random"])
         if state["random_cuda"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["random_cuda"], self.device)
+        self.watch.before += state["seconds"]
         for name in _KEPT:
             setattr(self, name, state[name])
         self.sums = {name: value.to(self.device) for name, value in self.sums.items()}
@@ -398,7 +423,11 @@ class _Run:
 
     def _draw(self, held: dict[str, JetData]) -> None:
         for name, data in held.items():
-            self.draws[name].append(self._scores(data))
+            scores = self._scores(data)
+            if not bool(scores.isfinite().all()):
+                said = f"{self.trial.method} with learning rate {self.trial.lr:g}, sigma {self.trial.sigma:g}"
+                raise ValueError(f"{said}, seed {self.trial.seed}: its scores are not finite, the weights have run away.")
+            self.draws[name].append(scores)
 
     def _found(self, window: int) -> dict[str, Any]:
         return {
@@ -462,11 +491,14 @@ class _Sampling:
 
 
 def _run_ensemble(
-    trial: Trial, jets: JetSets, device: torch.device, tell: Callable[[int, int], None], checkpoint: Checkpoint
+    trial: Trial, jets: JetSets, device: torch.device, tell: Callable[[int, int], None], checkpoint: Checkpoint, watch: _Watch
 ) -> dict[str, Any]:
     """Members with weights and orders of their own, each of `steps` steps of Adam; their last weights are the draws."""
-    saved = checkpoint.load()
+    saved = checkpoint.load(_made_by(device))
     scores: dict[str, list[Tensor]] = {"test": [], "others": []} if saved is None else saved["scores"]
+    watch.before += 0.0 if saved is None else saved["seconds"]
+    for member in range(len(scores["test"])):
+        checkpoint.part(member).remove()  # if a process was killed after it had saved the scores
     for member in range(len(scores["test"]), trial.num_draws):
         options = asdict(trial) | {
             "method": "adam",
@@ -478,6 +510,7 @@ def _run_ensemble(
         one.go(lambda done, total, member=member: tell(member * total + done, trial.num_draws * total), own)  # type: ignore[misc]
         for name, values in one.draws.items():
             scores[name].append(values[-1])
-        checkpoint.save({"scores": scores})
+        watch.before += one.watch.before
+        checkpoint.save({"made_by": _made_by(device), "seconds": watch.seconds, "scores": scores})
         own.remove()
     return {"draws": judge(torch.stack(scores["test"]), torch.stack(scores["others"]), jets.test, jets.others)}

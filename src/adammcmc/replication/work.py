@@ -22,7 +22,7 @@ from adammcmc.replication.measures import rounded
 from adammcmc.replication.sets import JetSets, read_sets
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial, run_trial
-from adammcmc.whole import write_whole
+from adammcmc.whole import clear, write_whole
 
 __all__ = ["PROCEDURE", "Work"]
 
@@ -107,8 +107,9 @@ class Work:
             with (folder / f".{name}.lock").open("w") as lock:  # a process that dies lets go of it
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not path.exists():
-                    write_whole(path, json.dumps(rounded(function()), allow_nan=False))
-                    self._state_of(name).unlink(missing_ok=True)
+                    clear(path)
+                    write_whole(path, json.dumps(rounded(_called(function)), allow_nan=False))
+        self._state_of(name).unlink(missing_ok=True)  # (here: a process may be killed between its record and this)
         try:
             return json.loads(path.read_text())
         except ValueError as error:
@@ -133,6 +134,14 @@ class Work:
     def _digest(self) -> str:
         jets = self.jets
         return "-".join(part.digest() for part in (jets.train, jets.test, jets.others))
+
+
+def _called(function: Callable[[], Any]) -> Any:
+    """What it returns. An error of its own must not look like a lock, which is waited for."""
+    try:
+        return function()
+    except BlockingIOError as error:
+        raise RuntimeError(str(error)) from error
 
 
 def _key(settings: dict[str, Any], name: str) -> str:
