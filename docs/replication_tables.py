@@ -37,8 +37,6 @@ def _counted() -> str:
         module, result = figure_module(name), read_result(RESULTS / f"{name}.json")["result"]
         if hasattr(module, "lines"):
             found.append(_count(module.TITLE, module.lines(result)))
-        if hasattr(module, "long_lines"):
-            found.append(_count("The same of Figures 2b and 3 after 100 epochs", module.long_lines(result)))
     return "".join(found)
 
 
@@ -72,8 +70,6 @@ def main() -> None:
     for name in FIGURES:
         document = read_result(RESULTS / f"{name}.json")
         figure_module(name).draw(document["result"]).savefig(PICTURES / f"{name}.png", dpi=100, bbox_inches="tight")
-    quality = figure_module("fig3").draw_quality(read_result(RESULTS / "fig3.json")["result"])
-    quality.savefig(PICTURES / "quality.png", dpi=100, bbox_inches="tight")
     PAGE.write_text(page())
 
 

@@ -279,7 +279,7 @@ def replicate(
     figures: Annotated[
         list[str],
         typer.Argument(
-            help="headline, fig1, fig2a, fig2b, fig3, fig4, ood, lambda, theorems; or all.",
+            help="headline, fig1, fig2a, fig2b, fig3, epochs, fig4, ood, lambda, theorems; or all.",
             show_default=False,
             metavar="FIGURE",
         ),

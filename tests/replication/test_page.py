@@ -65,21 +65,22 @@ CALIBRATION = {
     "deep ensemble, 5 of 1,200 steps": ("yardsticks", {"method": "ensemble", "steps": 1200}),
     "as released, sigma 0.2": ("scan", {**RELEASED, "sigma": 0.2}),
     "as printed, data sum, sigma 0.2": ("scan", {**PRINTED["data sum"], "sigma": 0.2}),
-    "Adam, long": ("long yardsticks", {"method": "adam"}),
-    "ten points of Adam's path, long": ("long yardsticks", {"method": "snapshots"}),
-    "deep ensemble, 5 of 1,040 steps": ("long yardsticks", {"method": "ensemble", "steps": 1040}),
-    "deep ensemble, 5 of 3,900 steps": ("long yardsticks", {"method": "ensemble", "steps": 3900}),
-    "as released, sigma 0.2, long": ("long", {**RELEASED, "sigma": 0.2}),
-    "as released, sigma 2, long": ("long", {**RELEASED, "sigma": 2.0}),
-    "as printed, batch sum, sigma 2, long": ("long", {**PRINTED["batch sum"], "sigma": 2.0}),
-    "as printed, data sum, sigma 4, long": ("long", {**PRINTED["data sum"], "sigma": 4.0}),
+    "Adam, long": ("epochs yardsticks", {"method": "adam"}),
+    "ten points of Adam's path, long": ("epochs yardsticks", {"method": "snapshots"}),
+    "deep ensemble, 5 of 1,040 steps": ("epochs yardsticks", {"method": "ensemble", "steps": 1040}),
+    "deep ensemble, 5 of 3,900 steps": ("epochs yardsticks", {"method": "ensemble", "steps": 3900}),
+    "as released, sigma 0.2, long": ("epochs scan", {**RELEASED, "sigma": 0.2}),
+    "as released, sigma 2, long": ("epochs scan", {**RELEASED, "sigma": 2.0}),
+    "as printed, batch sum, sigma 2, long": ("epochs scan", {**PRINTED["batch sum"], "sigma": 2.0}),
+    "as printed, data sum, sigma 4, long": ("epochs scan", {**PRINTED["data sum"], "sigma": 4.0}),
 }
 
 
 @pytest.mark.parametrize("name", CALIBRATION)
 def test_the_table_of_calibration(name: str) -> None:
     part, wanted = CALIBRATION[name]
-    row = _row("fig3", part, **wanted)
+    figure, _, part = part.rpartition(" ")
+    row = _row(figure or "fig3", part, **wanted)
     coverage = "–" if row["coverage"] is None else _said(row["coverage"], 2)
     numbers = [f"{row['accuracy'][0]:.3f}", _said(row["nll"], 3), _said(row["ece"], 3), coverage]
     assert _cells(name)[1:5] == numbers
@@ -92,7 +93,7 @@ def test_the_table_of_spreads() -> None:
         cells = [cell.strip(" *") for cell in line.split("|")]
         assert cells[2] == f"{_said(narrow, 3)} to {_said(wide, 3)}"
         assert cells[3] == _ratio(wide, narrow)
-        narrow, wide = (_row("fig3", "long", sigma=sigma, **setting)["mean_spread"] for sigma in (0.2, 10.0))
+        narrow, wide = (_row("epochs", "scan", sigma=sigma, **setting)["mean_spread"] for sigma in (0.2, 10.0))
         assert cells[4] == _ratio(wide, narrow)
 
 
@@ -123,7 +124,7 @@ def test_figure_1() -> None:
 
 
 def test_spreads_of_100_epochs() -> None:
-    narrow, middle = (_row("fig3", "long", sigma=sigma, **RELEASED)["mean_spread"] for sigma in (0.2, 2.0))
+    narrow, middle = (_row("epochs", "scan", sigma=sigma, **RELEASED)["mean_spread"] for sigma in (0.2, 2.0))
     assert _ratio(middle, narrow, 2) in PAGE
 
 
@@ -133,8 +134,8 @@ def test_the_first_table() -> None:
     [first] = [line for line in PAGE.splitlines() if line.startswith("| Fig. 1: Adam and sigma = 0.2 overfit")]
     for name in ("adam", "released, sigma 0.2", "released, sigma 2.0", "printed, batch sum, sigma 2.0"):
         assert f"{lost[name]:.3f}" in first
-    fig3 = figure_module("fig3")
-    counts = [agreement(fig3.long_lines(_result("fig3")), name) for name in VERSIONS]
+    lines = figure_module("epochs").lines(_result("epochs"))
+    counts = [agreement(lines, name) for name in VERSIONS]
     released, batch, data = (same for same, _, _ in counts)
     assert f"({batch} of {counts[0][1]}; as released {released}, data sum {data})" in PAGE
     for test, said in (("full", "0.040 ± 0.017"), ("minibatch", "0.158 ± 0.029")):

@@ -11,7 +11,7 @@ import torch
 
 from adammcmc import uncertainty
 from adammcmc.jets.data import KINDS
-from adammcmc.replication import fig1, fig3
+from adammcmc.replication import fig1, quality
 from adammcmc.replication.measures import PT_EDGES, judge, rounded
 from adammcmc.replication.rows import bands, lean, row
 from adammcmc.replication.sets import JetSets, read_sets
@@ -128,8 +128,8 @@ def test_the_loss_after_500_steps() -> None:
 
 
 def test_of_two_ensembles_the_cheaper_one_is_a_level() -> None:
-    trials = fig3.yardsticks(PRESETS["h200"])
-    found = fig3._single([{"setting": vars(trial)} for trial in trials])
+    trials = quality.yardsticks(PRESETS["h200"])
+    found = quality._single([{"setting": vars(trial)} for trial in trials])
     assert [(r["setting"]["method"], r["setting"]["steps"]) for r in found] == [
         ("adam", 1200), ("snapshots", 1200), ("dropout", 1200), ("ensemble", 320),
     ]  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from adammcmc.jets import Jets
-from adammcmc.replication import drawing, fig1, fig2a, fig2b, fig3, fig4, ood, published, temperature
+from adammcmc.replication import drawing, epochs, fig1, fig2a, fig2b, fig3, fig4, ood, published, temperature
 from adammcmc.replication.measures import judge, rounded
 from adammcmc.replication.rows import VERSIONS
 from adammcmc.replication.sections import Line, name_of, of_test_jets, shown, table, verdict
@@ -22,7 +22,8 @@ from adammcmc.replication.settings import PRESETS, Preset
 from adammcmc.replication.trials import Trial
 
 FIGURES: dict[str, tuple[ModuleType, int]] = {
-    "fig1": (fig1, 3), "fig2a": (fig2a, 8), "fig2b": (fig2b, 6), "fig3": (fig3, 20), "fig4": (fig4, 6), "ood": (ood, 6),
+    "fig1": (fig1, 3), "fig2a": (fig2a, 8), "fig2b": (fig2b, 6), "fig3": (fig3, 16), "epochs": (epochs, 8),
+    "fig4": (fig4, 6), "ood": (ood, 6),
     "temperature": (temperature, 3),
 }  # fmt: skip
 """With the number of axes."""
@@ -93,7 +94,7 @@ def test_a_figure_is_drawn_from_json(name: str, results: dict[str, dict[str, Any
     assert all(axes.has_data() for axes in figure.axes)
     figure.savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 20_000
-    if name not in ("fig4", "fig1", "temperature"):
+    if name not in ("fig4", "fig1", "temperature", "epochs"):
         crosses = [
             line for axes in figure.axes for line in axes.lines if line.get_marker() == "x" and line.get_color() == "black"
         ]
@@ -238,7 +239,7 @@ def _of(trials: Sequence[Trial], **settings: Any) -> list[Trial]:
 
 
 def test_figure_1_asks_for_100_epochs_at_the_best_rates(asked: dict[str, list[Trial]]) -> None:
-    longer = _of(asked["fig1"], **LONG, looks=20)
+    longer = _of(asked["fig1"], **LONG, looks=20, network="lite")
     assert {trial.burn_in for trial in _of(asked["fig1"], steps=3900)} == {1950}
     for method, rate in (("adam", 3e-4), ("sgd", 1e-2), ("sghmc", 1e-2)):  # (all of Adam's are alike: the first)
         assert [(trial.lr, trial.seed) for trial in _of(longer, method=method)] == [(rate, seed) for seed in range(5)]
@@ -247,6 +248,10 @@ def test_figure_1_asks_for_100_epochs_at_the_best_rates(asked: dict[str, list[Tr
         ("released", "mean", 0.2), ("released", "mean", 2.0), ("printed", "batch_sum", 0.2), ("printed", "batch_sum", 2.0),
     }  # fmt: skip
     assert len(longer) == 5 * 7
+    anchors = _of(asked["fig1"], network="particlenet", **LONG)
+    assert [(trial.method, trial.scale) for trial in anchors] == [
+        ("released", "mean"), ("printed", "batch_sum"), ("printed", "data_sum"), ("snapshots", "batch_sum"),
+    ]  # fmt: skip
 
 
 def test_chains_without_noise_along_the_step_also_start_from_trained_weights(asked: dict[str, list[Trial]]) -> None:
@@ -257,20 +262,17 @@ def test_chains_without_noise_along_the_step_also_start_from_trained_weights(ask
     assert {trial.start for trial in asked["fig2b"]} == {0, 600}
 
 
-def test_figure_3_asks_for_both_lengths_with_their_yardsticks(asked: dict[str, list[Trial]]) -> None:
-    lite = _of(asked["fig3"], network="lite", seed=0)
-    for steps in (1200, 3900):
+def test_scans_of_both_lengths_have_their_yardsticks(asked: dict[str, list[Trial]]) -> None:
+    for name, steps in (("fig3", 1200), ("epochs", 3900)):
+        lite = _of(asked[name], network="lite", seed=0)
         own = _of(lite, steps=steps, burn_in=steps // 2)
         assert [(t.method, t.num_draws) for t in own if t.method not in ("released", "printed")] == [
             ("adam", 10), ("snapshots", 10), ("dropout", 10), ("ensemble", 5),
         ]  # fmt: skip
         assert _of(lite, method="ensemble", steps=steps * 4 // 15, num_draws=5), "at the compute of a chain: 4/3 over 5"
-    assert len(_of(lite, **LONG)) == 4 + len(VERSIONS) * len(fig3.LONG_SIGMAS)
-    anchors = _of(asked["fig3"], network="particlenet", **LONG)
-    assert [(trial.method, trial.scale) for trial in anchors] == [
-        ("released", "mean"), ("printed", "batch_sum"), ("printed", "data_sum"), ("snapshots", "batch_sum"),
-    ]  # fmt: skip
-    assert set(_of(asked["fig1"], method="released", seed=0, **LONG)) <= set(lite), "figures share their trials"
+    assert len(_of(lite, **LONG)) == 4 + len(VERSIONS) * len(epochs.SIGMAS)
+    shared = _of(asked["fig1"], method="released", seed=0, network="lite", **LONG)
+    assert set(shared) <= set(lite), "figures share their trials"
 
 
 def test_figure_4_asks_for_both_starts_on_the_papers_network(asked: dict[str, list[Trial]]) -> None:
@@ -287,16 +289,21 @@ def test_jets_from_elsewhere_are_also_scored_by_chains_of_100_epochs(asked: dict
     assert len(shared) == 3 * 4, "both versions at both sigmas of Figure 1"
 
 
-@pytest.mark.parametrize(("name", "num_axes"), [("fig3", 16), ("ood", 6)])
+@pytest.mark.parametrize(("name", "num_axes"), [("epochs", 8), ("ood", 6)])
 def test_presets_without_long_runs(name: str, num_axes: int) -> None:
     assert [PRESETS[preset].long_steps for preset in ("small", "paper")] == [0, 0]
     assert PRESETS["small"].long == {"steps": 240, "burn_in": 120}
     work = Asked(replace(PRESETS["smoke"], thin=1, long_steps=0))
     result = json.loads(json.dumps(rounded(FIGURES[name][0].run(work.preset, work))))
-    assert result["long"] == []
+    if name == "epochs":  # then all runs are as long as the paper's: those of Figure 3
+        shorter = Asked(work.preset)
+        fig3.run(shorter.preset, shorter)
+        assert set(work.asked) <= set(shorter.asked)
+    else:
+        assert result["long"] == []
     assert {trial.steps for trial in work.asked if trial.method in ("released", "printed")} == {8}
     assert len(FIGURES[name][0].draw(result).axes) == num_axes
-    assert "epochs" not in FIGURES[name][0].section(result)
+    assert FIGURES[name][0].section(result)
 
 
 @pytest.mark.parametrize("kinds", [("w", "quark"), ()])

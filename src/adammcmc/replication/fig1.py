@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from adammcmc.replication import published
 from adammcmc.replication.drawing import COLOURS, LABELS, Value, band, canvas, legend
-from adammcmc.replication.rows import bands, lean, row, rows, seeds_of, version
+from adammcmc.replication.rows import VERSIONS, bands, lean, row, rows, seeds_of, version
 from adammcmc.replication.sections import RULE, Line, health, of_anchors, of_test_jets, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
@@ -56,7 +56,7 @@ def long_chain(preset: Preset, name: str, sigma: float, **options: Any) -> Trial
 
 
 def anchors(preset: Preset, work: Work) -> list[dict[str, Any]]:
-    """Adam and both versions of AdamMCMC on the paper's network."""
+    """Adam and AdamMCMC on the paper's network; and as many epochs as the paper's, with ten points of Adam's path."""
     if not preset.anchors:
         return []
     settings = [Trial.of(preset, "adam", network="particlenet")]
@@ -64,6 +64,9 @@ def anchors(preset: Preset, work: Work) -> list[dict[str, Any]]:
     settings += [
         version(preset, name, sigma=2.0, sigma_delta=WIDE, network="particlenet") for name in ("released", "printed, batch sum")
     ]
+    if preset.long_steps:
+        settings += [long_chain(preset, name, 2.0, network="particlenet") for name in VERSIONS]
+        settings += [Trial.of(preset, "snapshots", network="particlenet", **preset.long)]
     return lean(rows(work, settings, 1))
 
 
@@ -144,7 +147,7 @@ def section(result: dict[str, Any]) -> str:
     if silent is not None:
         text.append(f"sgHMC adds no noise to {shown(silent)} of the weights: their gradients are too large for its step.")
     text.append(f"Test accuracy lost from its best to the end of the run: {'; '.join(drops)}.")
-    return "\n".join([*text, of_anchors(result["anchors"]), health(result["rows"].values())])
+    return "\n".join([*text, of_anchors(result["anchors"]), health([*result["rows"].values(), *result["anchors"]])])
 
 
 def _early(loss: dict[str, Any]) -> Value:

@@ -9,7 +9,7 @@ from adammcmc.jets.data import KINDS
 from adammcmc.replication import published
 from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, crosses, legend, log_ticks, points
 from adammcmc.replication.fig1 import WIDE, long_chain
-from adammcmc.replication.fig3 import yardsticks
+from adammcmc.replication.quality import yardsticks
 from adammcmc.replication.rows import VERSIONS, exact_settings, lean, rows, version
 from adammcmc.replication.sections import RULE, Line, exact_data, health, name_of, of_anchors, seeds_by, select, shown, table
 from adammcmc.replication.settings import Preset

@@ -30,6 +30,7 @@ FIGURES = {
     "fig2a": "fig2a",
     "fig2b": "fig2b",
     "fig3": "fig3",
+    "epochs": "epochs",
     "fig4": "fig4",
     "ood": "ood",
     "lambda": "temperature",

@@ -1,0 +1,74 @@
+"""Figures 2b and 3 at the paper's number of epochs: where Adam overfits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from adammcmc.replication import published
+from adammcmc.replication.drawing import canvas, legend
+from adammcmc.replication.fig1 import WIDE, long_chain
+from adammcmc.replication.fig2b import scan
+from adammcmc.replication.fig3 import of_groups
+from adammcmc.replication.quality import draw_quality, draw_reliability, quality_table, yardsticks
+from adammcmc.replication.rows import VERSIONS, lean, rows
+from adammcmc.replication.sections import RULE, Line, at, error_of, health, of_test_jets, seeds_by, select, table
+from adammcmc.replication.settings import Preset
+from adammcmc.replication.work import Work
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["COLUMNS", "SIGMAS", "TITLE", "draw", "lines", "run", "section"]
+
+TITLE = "Figures 2b and 3 after 100 epochs"
+SIGMAS = (0.2, 0.5, 1.0, 2.0, 4.0, 10.0)
+COLUMNS = list(VERSIONS)
+
+
+def run(preset: Preset, work: Work) -> dict[str, Any]:
+    """Long chains with noise along the step, and long trainings. Where all runs are that long, those of Figure 3."""
+    chains = [long_chain(preset, name, sigma) for name in VERSIONS for sigma in preset.points(SIGMAS, at_least=(2.0,))]
+    parts = {
+        "scan": chains if preset.long_steps else scan(preset, WIDE),
+        "yardsticks": yardsticks(preset, preset.long),
+    }
+    return {name: lean(rows(work, settings), "groups", "reliability") for name, settings in parts.items()}
+
+
+def draw(result: dict[str, Any]) -> Figure:
+    """NLL, ECE, coverage and accuracy against sigma, with the yardsticks; reliability."""
+    with canvas(2, 4, width=13.0, height=7.4) as (figure, axes):
+        draw_quality(axes[:4], result["scan"], result["yardsticks"])
+        draw_reliability(axes[4:], result["scan"], result["yardsticks"])
+        legend(figure, axes[:4])
+    return figure
+
+
+def lines(result: dict[str, Any]) -> list[Line]:
+    """Figure 3's numbers; then acceptance and error, for Figure 2b."""
+    found = of_groups(result["scan"], [])
+    for sigma in sorted({row["setting"]["sigma"] for row in result["scan"]}):
+        here = [row for row in result["scan"] if row["setting"]["sigma"] == sigma]
+        accepted, error = (known["with"].get(sigma) for known in (published.FIG2B_ACCEPTANCE, published.FIG2B_ERROR))
+        words, seeds = f"with noise along the step, sigma {sigma:g}", seeds_by(here)
+        found.append(Line(f"acceptance, {words}", accepted, at(here, "acceptance"), published.ACCEPTANCE_READ_TO, seeds=seeds))
+        if error is not None:
+            wrong = {name: error_of(value) for name, value in at(here, "accuracy").items()}
+            options: dict[str, Any] = {"seeds": seeds, "test_error": of_test_jets(error, here)}
+            found.append(Line(f"1 - accuracy, {words}", error, wrong, published.ERROR_READ_TO, **options))
+    return found
+
+
+def section(result: dict[str, Any]) -> str:
+    """Published and ours; then calibration, with the yardsticks."""
+    own = [row for name in VERSIONS for row in select(result["scan"], name)]
+    text = [
+        table(lines(result), COLUMNS),
+        RULE.format(read_to="0.01, 0.02 in acceptance, 0.002 in accuracy"),
+        "",
+        f"Chains and trainings of {own[0]['setting']['steps']:,} steps:",
+        "",
+        *quality_table([*own, *result["yardsticks"]]),
+        "",
+    ]
+    return "\n".join([*text, health(result["scan"])])
