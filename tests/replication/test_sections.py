@@ -186,6 +186,8 @@ def test_verdicts_in_words() -> None:
     assert verdict(Line("", 0.5, {"released": far}), columns) == "differs"
     vague = [0.6, 0.2]  # in an interval of more than half of what is published
     assert verdict(Line("", 0.5, {"released": vague}), columns) == "cannot tell"
+    assert verdict(Line("", 0.5, {"released": [0.6, 0.059]}), columns) == "cannot tell"  # 0.254 on either side
+    assert verdict(Line("", 0.5, {"released": [0.6, 0.058]}), columns) == "same"  # 0.2496
     assert verdict(Line("", 0.5, {"released": vague, "printed, batch sum": far}), columns) == (
         "differs (cannot tell: as released)"
     )
