@@ -113,10 +113,16 @@ def draw(result: dict[str, Any]) -> Figure:
                 (right, by_lam(rows, result["width_of_lams"][_kind(name)]), "lam", 1.0),
             ):
                 at, values = [row[x] for row in chosen], [[v / unit for v in row["mean_spread"]] for row in chosen]
-                points(axes, at, values, name, markersize=0, capsize=0)
-                for row, place, value in zip(chosen, at, values, strict=True):  # hollow: not converged
-                    face = COLOURS[name] if row["is_converged"] else "white"
-                    axes.plot(place, value[0], MARKERS[name], color=COLOURS[name], markerfacecolor=face, markersize=7, zorder=4)
+                points(axes, at, values, name, markersize=7, capsize=0)
+                for row, place, value in zip(chosen, at, values, strict=True):
+                    if not row["is_converged"]:  # hollow
+                        style: dict[str, Any] = {
+                            "color": COLOURS[name],
+                            "markerfacecolor": "white",
+                            "markersize": 7,
+                            "zorder": 4,
+                        }
+                        axes.plot(place, value[0], MARKERS[name], **style)
         left.axhline(1.0, color="black", linewidth=1.2, linestyle="--", label="the truth", zorder=5)
         right.plot(list(truth), [value[0] for value in truth.values()], color="black", linewidth=1.4, linestyle="--", zorder=5)
         for axes in (left, right):
