@@ -23,7 +23,7 @@ from adammcmc.replication.trials import Trial
 
 FIGURES: dict[str, tuple[ModuleType, int]] = {
     "fig1": (fig1, 3), "fig2a": (fig2a, 8), "fig2b": (fig2b, 6), "fig3": (fig3, 16), "epochs": (epochs, 8),
-    "fig4": (fig4, 6), "ood": (ood, 6),
+    "fig4": (fig4, 6), "ood": (ood, 8),
     "temperature": (temperature, 3),
 }  # fmt: skip
 """With the number of axes."""
@@ -291,7 +291,7 @@ def test_jets_from_elsewhere_are_also_scored_by_chains_of_100_epochs(asked: dict
     assert len(shared) == 3 * 4, "both versions at both sigmas of Figure 1"
 
 
-@pytest.mark.parametrize(("name", "num_axes"), [("epochs", 8), ("ood", 6)])
+@pytest.mark.parametrize(("name", "num_axes"), [("epochs", 8), ("ood", 8)])
 def test_presets_without_long_runs(name: str, num_axes: int) -> None:
     assert [PRESETS[preset].long_steps for preset in ("small", "paper")] == [0, 0]
     assert PRESETS["small"].long == {"steps": 240, "burn_in": 120}
@@ -317,7 +317,7 @@ def test_there_may_be_no_tops_elsewhere(kinds: tuple[str, ...]) -> None:
     assert "training tops, sigma 0.2" in text or not kinds
     assert "elsewhere, sigma 0.2" not in text
     assert "None" not in text
-    assert len(ood.draw(result).axes) == 6
+    assert len(ood.draw(result).axes) == 8
 
 
 def test_every_sampler_has_a_colour_and_a_name() -> None:

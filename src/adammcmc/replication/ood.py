@@ -49,9 +49,10 @@ WHERE = 0.2
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """Mutual information of top jets against sigma, and of all kinds against pT; their spread; how well both find them."""
-    with canvas(2, 3, width=15.0, height=9.0) as (figure, axes):
-        known, unseen, by_pt, found, found_by_spread, spread_by_pt = axes
+    """Mutual information of top jets against sigma; of all kinds, and their spread, against sigma and pT; how well both find
+    them."""
+    with canvas(2, 4, width=19.0, height=9.0) as (figure, axes):
+        known, unseen, by_sigma, by_pt, found, found_by_spread, spread_by_sigma, spread_by_pt = axes
         for one, title in ((known, "training tops"), (unseen, "tops from elsewhere")):
             for part, options in (("scan", {}), ("long", {"linestyle": ":", "markerfacecolor": "white"})):
                 for name in VERSIONS:
@@ -68,6 +69,8 @@ def draw(result: dict[str, Any]) -> Figure:
             one.set_title(title)
             one.set_xlabel("sigma (nominal)")
             one.set_ylabel("mutual information (nats)")
+        _against_sigma(by_sigma, result, "information", "mutual information (nats)")
+        _against_sigma(spread_by_sigma, result, "spread", "median spread (75% - 25%)")
         _against_pt(by_pt, result, "by_pt", "mutual information (nats)")
         _against_pt(spread_by_pt, result, "spread_by_pt", "mean spread (75% - 25%)")
         for kind in ("top", "quark", "gluon"):  # (of the others a range is known)
@@ -80,6 +83,19 @@ def draw(result: dict[str, Any]) -> Figure:
 
 
 _KIND_COLOURS = {kind: f"C{number}" for number, kind in enumerate(KINDS)}
+
+
+def _against_sigma(axes: Axes, result: dict[str, Any], what: str, label: str) -> None:
+    """Of Algorithm 1 on the batch sum, each kind a line."""
+    rows = [row for row in select(result["scan"], "printed, batch sum") if row.get("others")]
+    for kind in rows[0]["others"] if rows else ():
+        style: dict[str, Any] = {"marker": ".", "color": _KIND_COLOURS[kind], "label": kind, "elinewidth": 0.7, "capsize": 0}
+        points(axes, [row["setting"]["sigma"] for row in rows], [row["others"][kind][what] for row in rows], kind, **style)
+    axes.set_xscale("log")
+    log_ticks(axes.xaxis)
+    axes.set_title("as printed, batch sum, by kind")
+    axes.set_xlabel("sigma (nominal)")
+    axes.set_ylabel(label)
 
 
 def _against_pt(axes: Axes, result: dict[str, Any], what: str, label: str) -> None:
@@ -160,6 +176,7 @@ def section(result: dict[str, Any]) -> str:
     ]
     text += _detected(result, "auroc_information", "mutual information")
     text += ["", *_detected(result, "auroc_spread", "the spread"), ""]
+    text += [*_kinds_by_sigma(result), ""]
     for row in [row for row in result["long"] if "others" in row]:
         numbers = [shown(_information(row, title), 4) for title in published.OOD_BY_SIGMA]
         text.append(
@@ -185,6 +202,18 @@ def _detected(result: dict[str, Any], what: str, words: str) -> list[str]:
     lines = [f"| AUROC of {words} | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
     cells = [" | ".join(shown(row["others"][kind][what], 2) for kind in kinds) for row in methods]
     return lines + [f"| {_title(row)} | {cell} |" for row, cell in zip(methods, cells, strict=True)]
+
+
+def _kinds_by_sigma(result: dict[str, Any]) -> list[str]:
+    """A table: of each version and sigma the mutual information of each kind, and in brackets its median spread."""
+    rows = [row for name in VERSIONS for row in select(result["scan"], name) if row.get("others")]
+    kinds = list(rows[0]["others"]) if rows else []
+    lines = [f"| mutual information (median spread) | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+    for row in rows:
+        known = row["others"]
+        cells = [f"{shown(known[kind]['information'])} ({known[kind]['spread'][0]:.3f})" for kind in kinds]
+        lines.append(f"| {_title(row)} | {' | '.join(cells)} |")
+    return lines
 
 
 def _near(result: dict[str, Any], kind: str, pt: float) -> dict[str, Value]:

@@ -10,6 +10,7 @@ from adammcmc.replication.rows import VERSIONS, exact_settings, lean, rows, vers
 from adammcmc.replication.sections import Line, at, exact_data, health, of_anchors, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.work import Work
+from adammcmc.target import from_paper
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,6 +82,14 @@ def section(result: dict[str, Any]) -> str:
                 f"spread changes by a factor 1 / {factor:.3g}, acceptance goes from {shown(low['acceptance'])} to "
                 f"{shown(high['acceptance'])}, accuracy from {shown(low['accuracy'])} to {shown(high['accuracy'])}."
             )
+    scales = {}
+    for name in VERSIONS:
+        for row in select(result["scan"], name)[:1]:
+            sizes = row["setting"]["num_jets"], row["setting"]["batch_size"]
+            ours = from_paper(1.0, 1.0, 1.0, num_params=1, num_data=sizes[0], loss=row["setting"]["scale"], batch_size=sizes[1])
+            scales[LABELS[name]] = ours.inverse_temperature
+    units = "; ".join(f"{label} {scale:.3g} times that" for label, scale in scales.items())
+    text.append(f"The lambdas are the paper's. In this library's units (`inverse_temperature`; 1 is Bayes): {units}.")
     agreement = [
         f"{row['rhat']:.3f} (worst {row['worst_rhat']:.3f}) at lambda {row['setting']['lam']:g}"
         for row in result["exact"]
