@@ -284,7 +284,9 @@ def replicate(
             metavar="FIGURE",
         ),
     ],
-    preset: Annotated[str, typer.Option(help="smoke (a minute), small (a CPU), h200 (a GPU), paper (its sizes).")] = "smoke",
+    preset: Annotated[
+        str, typer.Option(help="smoke (a minute), small (an hour on a CPU), h200 (a GPU), paper (its sizes).")
+    ] = "smoke",
     jets: Annotated[
         Path | None,
         typer.Option(help="A folder with `train` and `others`; the bundled jets if not given.", show_default=False),

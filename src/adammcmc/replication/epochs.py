@@ -11,7 +11,7 @@ from adammcmc.replication.fig2b import scan
 from adammcmc.replication.fig3 import of_groups
 from adammcmc.replication.quality import draw_quality, draw_reliability, quality_table, yardsticks
 from adammcmc.replication.rows import VERSIONS, lean, rows
-from adammcmc.replication.sections import RULE, Line, at, error_of, health, of_test_jets, seeds_by, select, table
+from adammcmc.replication.sections import RULE, Line, health, of_acceptance, select, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.work import Work
 
@@ -50,12 +50,7 @@ def lines(result: dict[str, Any]) -> list[Line]:
     for sigma in sorted({row["setting"]["sigma"] for row in result["scan"]}):
         here = [row for row in result["scan"] if row["setting"]["sigma"] == sigma]
         accepted, error = (known["with"].get(sigma) for known in (published.FIG2B_ACCEPTANCE, published.FIG2B_ERROR))
-        words, seeds = f"with noise along the step, sigma {sigma:g}", seeds_by(here)
-        found.append(Line(f"acceptance, {words}", accepted, at(here, "acceptance"), published.ACCEPTANCE_READ_TO, seeds=seeds))
-        if error is not None:
-            wrong = {name: error_of(value) for name, value in at(here, "accuracy").items()}
-            options: dict[str, Any] = {"seeds": seeds, "test_error": of_test_jets(error, here)}
-            found.append(Line(f"1 - accuracy, {words}", error, wrong, published.ERROR_READ_TO, **options))
+        found += of_acceptance(f"with noise along the step, sigma {sigma:g}", here, accepted, error)
     return found
 
 

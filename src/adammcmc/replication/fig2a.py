@@ -9,7 +9,7 @@ from adammcmc.replication import published
 from adammcmc.replication.drawing import LABELS, canvas, crosses, legend, line, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.rows import VERSIONS, lean, rows, version
-from adammcmc.replication.sections import RULE, Line, at, error_of, health, of_anchors, of_test_jets, seeds_by, select, table
+from adammcmc.replication.sections import RULE, Line, error_of, health, of_acceptance, of_anchors, select, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.work import Work
 
@@ -99,24 +99,9 @@ def lines(result: dict[str, Any]) -> list[Line]:
         rows, (accepted, errors) = _of(result, is_delta=is_delta)
         for sigma in SIGMAS:
             for x in sorted({_x(row, is_delta=is_delta) for row in rows}):
-                here = [row for row in rows if _x(row, is_delta=is_delta) == x]
+                here = [row for row in rows if _x(row, is_delta=is_delta) == x and row["setting"]["sigma"] == sigma]
                 words = f"sigma {sigma:g}, {'sigma_Delta' if is_delta else '1 - beta'} {x:g}"
-                ours, seeds = at(here, "acceptance", sigma=sigma), seeds_by(here)
-                found.append(
-                    Line(f"acceptance, {words}", accepted[sigma].get(x), ours, published.ACCEPTANCE_READ_TO, seeds=seeds)
-                )
-                if x in errors[sigma]:
-                    wrong = {name: error_of(value) for name, value in at(here, "accuracy", sigma=sigma).items()}
-                    found.append(
-                        Line(
-                            f"1 - accuracy, {words}",
-                            errors[sigma][x],
-                            wrong,
-                            published.ERROR_READ_TO,
-                            seeds=seeds,
-                            test_error=of_test_jets(errors[sigma][x], here),
-                        )
-                    )
+                found += of_acceptance(words, here, accepted[sigma].get(x), errors[sigma].get(x))
     return found
 
 

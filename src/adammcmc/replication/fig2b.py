@@ -8,19 +8,7 @@ from adammcmc.replication import published
 from adammcmc.replication.drawing import LABELS, canvas, crosses, legend, points
 from adammcmc.replication.fig1 import WIDE
 from adammcmc.replication.rows import VERSIONS, lean, rows, version
-from adammcmc.replication.sections import (
-    RULE,
-    Line,
-    at,
-    error_of,
-    health,
-    of_anchors,
-    of_test_jets,
-    seeds_by,
-    select,
-    shown,
-    table,
-)
+from adammcmc.replication.sections import RULE, Line, error_of, health, of_acceptance, of_anchors, select, shown, table
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial
 from adammcmc.replication.work import Work
@@ -106,18 +94,10 @@ def lines(result: dict[str, Any]) -> list[Line]:
     """Acceptance and error at each sigma."""
     found: list[Line] = []
     for which, title in PARTS.items():
-        rows, seeds = result[which], seeds_by(result[which])
-        for sigma in sorted({row["setting"]["sigma"] for row in rows}):
-            words = f"{title}, sigma {sigma:g}"
-            accepted, ours = published.FIG2B_ACCEPTANCE[_published(which)].get(sigma), at(rows, "acceptance", sigma=sigma)
-            found.append(Line(f"acceptance, {words}", accepted, ours, published.ACCEPTANCE_READ_TO, seeds=seeds))
-            if sigma in published.FIG2B_ERROR[_published(which)]:
-                wrong = {name: error_of(value) for name, value in at(rows, "accuracy", sigma=sigma).items()}
-                error = published.FIG2B_ERROR[_published(which)][sigma]
-                jets = of_test_jets(error, rows)
-                found.append(
-                    Line(f"1 - accuracy, {words}", error, wrong, published.ERROR_READ_TO, seeds=seeds, test_error=jets)
-                )
+        for sigma in sorted({row["setting"]["sigma"] for row in result[which]}):
+            here = [row for row in result[which] if row["setting"]["sigma"] == sigma]
+            known = [numbers[_published(which)].get(sigma) for numbers in (published.FIG2B_ACCEPTANCE, published.FIG2B_ERROR)]
+            found += of_acceptance(f"{title}, sigma {sigma:g}", here, *known)
     return found
 
 

@@ -9,7 +9,7 @@ from adammcmc.jets.data import KINDS
 from adammcmc.replication import published
 from adammcmc.replication.drawing import COLOURS, LABELS, Value, canvas, crosses, legend, log_ticks, points
 from adammcmc.replication.fig1 import WIDE, long_chain
-from adammcmc.replication.quality import yardsticks
+from adammcmc.replication.quality import title_of, yardsticks
 from adammcmc.replication.rows import VERSIONS, exact_settings, lean, rows, version
 from adammcmc.replication.sections import RULE, Line, exact_data, health, name_of, of_anchors, seeds_by, select, shown, table
 from adammcmc.replication.settings import Preset
@@ -125,7 +125,8 @@ def _detection(axes: Axes, result: dict[str, Any], what: str, label: str) -> Non
         at = [k + (number - (len(methods) - 1) / 2) * 0.1 for k in range(len(values))]
         face = "white" if name_of(row) in drawn else COLOURS[name_of(row)]  # of two ensembles the larger is hollow
         name = name_of(row)
-        label_of = f"{LABELS[name]}, {row['setting']['steps']:,} steps" if name in VERSIONS else _title(row)
+        steps = f", {row['setting']['steps']:,} steps" if name in VERSIONS else ""
+        label_of = title_of(row) if name == "ensemble" else LABELS[name] + steps
         points(axes, at, values, name, linestyle="", label=label_of, markerfacecolor=face)
         drawn.add(name)
     if methods:
@@ -180,8 +181,8 @@ def section(result: dict[str, Any]) -> str:
     for row in [row for row in result["long"] if "others" in row]:
         numbers = [shown(_information(row, title), 4) for title in published.OOD_BY_SIGMA]
         text.append(
-            f"{_title(row).capitalize()}, {row['setting']['steps']:,} steps: mutual information {numbers[0]} (training tops), "
-            f"{numbers[1]} (tops from elsewhere)."
+            f"{title_of(row).capitalize()}, {row['setting']['steps']:,} steps: mutual information {numbers[0]} (training "
+            f"tops) and {numbers[1]} (tops from elsewhere)."
         )
     for name in VERSIONS:
         own = [row for row in select(result["scan"], name) if "others" in row]
@@ -201,7 +202,7 @@ def _detected(result: dict[str, Any], what: str, words: str) -> list[str]:
     kinds = list(methods[0]["others"]) if methods else []
     lines = [f"| AUROC of {words} | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
     cells = [" | ".join(shown(row["others"][kind][what], 2) for kind in kinds) for row in methods]
-    return lines + [f"| {_title(row)} | {cell} |" for row, cell in zip(methods, cells, strict=True)]
+    return lines + [f"| {title_of(row)} | {cell} |" for row, cell in zip(methods, cells, strict=True)]
 
 
 def _kinds_by_sigma(result: dict[str, Any]) -> list[str]:
@@ -212,7 +213,7 @@ def _kinds_by_sigma(result: dict[str, Any]) -> list[str]:
     for row in rows:
         known = row["others"]
         cells = [f"{shown(known[kind]['information'])} ({known[kind]['spread'][0]:.3f})" for kind in kinds]
-        lines.append(f"| {_title(row)} | {' | '.join(cells)} |")
+        lines.append(f"| {title_of(row)} | {' | '.join(cells)} |")
     return lines
 
 
@@ -253,10 +254,3 @@ def _methods(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Each version at one sigma, the exact chains, dropout and the ensembles."""
     scan = [row for row in result["scan"] if row["setting"]["sigma"] == WHERE]
     return [row for row in [*scan, *result["exact"], *result["yardsticks"]] if "others" in row]
-
-
-def _title(row: dict[str, Any]) -> str:
-    name, setting = name_of(row), row["setting"]
-    if name in VERSIONS:
-        return f"{LABELS[name]}, sigma {setting['sigma']:g}"
-    return f"{LABELS[name]}, {setting['num_draws']} of {setting['steps']:,} steps" if name == "ensemble" else LABELS[name]

@@ -15,7 +15,7 @@ from adammcmc.replication.trials import Trial
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_quality", "draw_reliability", "quality_table", "yardsticks"]
+__all__ = ["draw_quality", "draw_reliability", "quality_table", "title_of", "yardsticks"]
 
 QUALITY = {
     "nll": "NLL (nats per jet)",
@@ -84,7 +84,7 @@ def quality_table(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         agreement = f"{row['rhat']:.3f} ({row['worst_rhat']:.3f})" if row.get("rhat") else "–"
         numbers = [shown(row[what]) for what in ("accuracy", "nll", "ece", "coverage", "mean_spread")]
-        lines.append(f"| {_title(row)} | {' | '.join(numbers)} | {agreement} |")
+        lines.append(f"| {title_of(row)} | {' | '.join(numbers)} | {agreement} |")
     return lines
 
 
@@ -105,7 +105,8 @@ def _levels(axes: Axes, rows: list[dict[str, Any]], what: str) -> None:
             axes.axhline(value[0], color=COLOURS[name], linestyle="--", linewidth=1.3, label=label)
 
 
-def _title(row: dict[str, Any]) -> str:
+def title_of(row: dict[str, Any]) -> str:
+    """A row's method and setting, for tables."""
     name, setting = name_of(row), row["setting"]
     if name in VERSIONS:
         return f"{LABELS[name]}, sigma {setting['sigma']:g}"

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from adammcmc.replication import published
 from adammcmc.replication.drawing import LABELS, Value
 from adammcmc.replication.rows import VERSIONS
 
@@ -28,6 +29,7 @@ __all__ = [
     "exact_data",
     "health",
     "name_of",
+    "of_acceptance",
     "of_anchors",
     "of_test_jets",
     "seeds_by",
@@ -100,6 +102,16 @@ def of_test_jets(share: float, rows: Sequence[dict[str, Any]]) -> float:
     """The error of a share of the test jets, like an accuracy: sqrt(p (1 - p) / n)."""
     number = min((row["num_test"] for row in rows), default=0)
     return math.sqrt(max(0.0, share * (1 - share)) / number) if number else 0.0
+
+
+def of_acceptance(words: str, rows: Sequence[dict[str, Any]], accepted: float | None, error: float | None) -> list[Line]:
+    """The acceptance and, if it was published, 1 - accuracy, of one setting: a row for each sampler."""
+    seeds, wrong = seeds_by(rows), {name: error_of(value) for name, value in at(rows, "accuracy").items()}
+    found = [Line(f"acceptance, {words}", accepted, at(rows, "acceptance"), published.ACCEPTANCE_READ_TO, seeds=seeds)]
+    if error is not None:
+        jets = of_test_jets(error, rows)
+        found.append(Line(f"1 - accuracy, {words}", error, wrong, published.ERROR_READ_TO, seeds=seeds, test_error=jets))
+    return found
 
 
 def table(lines: Sequence[Line], columns: Sequence[str]) -> str:
