@@ -169,6 +169,27 @@ MUTANTS = [
         "tests/test_stateful.py",
     ),
     Mutant(
+        "draws that hold the variance divided by n - 1",
+        "stateful.py",
+        "var = var * ((n - calls) / n) if n > calls else torch.zeros_like(var)",
+        "pass",
+        "tests/test_stateful.py",
+    ),
+    Mutant(
+        "the statistics of a draw left in the chain",
+        "stateful.py",
+        "                        _buffer(moving).copy_(value)\n",
+        "                        pass\n",
+        "tests/test_stateful.py",
+    ),
+    Mutant(
+        "stacked draws that hold lagging running statistics",
+        "stacked.py",
+        "            view(fresh, *key).copy_(value)\n",
+        "            pass\n",
+        "tests/test_stateful.py",
+    ),
+    Mutant(
         "noise drawn in place with another sigma",
         "fused.py",
         "torch.add(p, e, alpha=sigma, out=tau)",

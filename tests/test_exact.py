@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from adammcmc import (
+    MALA,
     AlwaysAccept,
     BurnIn,
     ExactAdamMCMC,
@@ -24,7 +26,7 @@ from adammcmc import (
     kernels,
     sample_density,
 )
-from tests.doors import X, Y, closure, exact_adam, mala, network, same, seeded, underdamped, weights
+from tests.doors import X, Y, adam_mcmc, closure, exact_adam, mala, network, same, seeded, underdamped, weights
 
 WIDE = UniformBox(-1e9, 1e9)
 
@@ -240,6 +242,29 @@ def test_schedulers_and_groups_drive_the_step_size() -> None:
     scheduler.step()
     assert [g["lr"] for g in sampler.param_groups] == [5e-3, 2.5e-2]
     sampler.step(lambda: F.cross_entropy(model(X), Y))
+
+
+@pytest.mark.parametrize("make", [Underdamped, MALA])
+def test_a_scheduler_is_refused_while_burn_in_finds_the_step_size(make: type[Underdamped | MALA]) -> None:
+    model = network()
+    sampler = make(model.parameters(), num_data=64, prior=Gaussian(), fixed_data=True, burn_in=3)
+    torch.optim.lr_scheduler.CosineAnnealingLR(sampler, 100)
+    with pytest.raises(ValueError, match="a scheduler would overwrite the step size that burn-in finds"):
+        sampler.step(closure(model))
+    for group in sampler.param_groups:
+        del group["initial_lr"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # so few steps reach nothing
+        while sampler.is_adapting:
+            sampler.step(closure(model))
+    scheduler = torch.optim.lr_scheduler.StepLR(sampler, 1, 0.5)
+    found = sampler.param_groups[0]["lr"]
+    sampler.step(closure(model))
+    scheduler.step()
+    assert sampler.param_groups[0]["lr"] == 0.5 * found
+    adam = adam_mcmc(model, burn_in=3)  # whose burn-in leaves the learning rate alone
+    torch.optim.lr_scheduler.StepLR(adam, 1, 0.5)
+    adam.step(closure(model))
 
 
 def test_a_preconditioner_given_is_not_learnt_over() -> None:

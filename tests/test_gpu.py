@@ -313,6 +313,30 @@ def test_dropout_and_batch_norm_on_the_device() -> None:
     assert min(counts.values()) > 0, counts
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("name", ["AdamMCMC", "Underdamped"])
+def test_a_draw_is_the_function_that_was_sampled_and_leaves_captured_steps_alone(name: str, stacked: bool) -> None:
+    """BatchNorm on all data: the statistics of a draw are those at its weights; a run with more draws has the same chain."""
+    model, x, y = stateful()
+    model[3] = nn.Identity()
+    options: dict[str, Any] = {"num_chains": 3, "stacked": stacked, "burn_in": 10, "progress": False}
+    if name == "AdamMCMC":
+        options["sampler"] = partial(AdamMCMC, lr=1e-3, sigma=3e-3, sigma_along=2.0, prior=Gaussian())
+    else:
+        options["sampler"] = partial(Underdamped, step_size=1e-2, prior=Gaussian())
+    few, many = (sample(model, (x, y), F.cross_entropy, num_draws=24 // gap, gap=gap, **options) for gap in (12, 2))
+    twin = copy.deepcopy(model).eval()
+    for draw, record in zip(many, many.index, strict=True):
+        twin.load_state_dict(draw)
+        with torch.no_grad():
+            assert float(F.cross_entropy(twin(x), y)) == pytest.approx(record["loss"], rel=1e-4)
+    assert "recomputed for each draw" in many.target
+    for chain in range(3):
+        for a, b in zip(few.chain(chain), many.chain(chain)[5::6], strict=True):
+            for key in a:
+                torch.testing.assert_close(a[key], b[key], rtol=1e-3, atol=1e-4)
+
+
 def test_two_evaluations_at_one_point_agree_on_the_device() -> None:
     model, x, y = stateful()
     sampler = AdamMCMC(model.parameters(), lr=0.0, num_data=256, sigma=1e-30)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +17,14 @@ from adammcmc import (
     AlwaysAccept,
     FullData,
     Gaussian,
+    GaussianNLL,
     PerExampleLossRequired,
     StochasticClosure,
     TensorExamples,
     Underdamped,
     check_closure,
     kernels,
+    sample,
     sample_density,
 )
 from tests.doors import DOORS, X, Y, seeded
@@ -137,7 +141,7 @@ def test_policies_are_said_aloud() -> None:
     model = network()
     sampler = AdamMCMC(model.parameters(), num_data=64, sigma=1e-2)
     sampler.step(lambda: F.cross_entropy(model(X), Y))
-    assert "BatchNorm: batch statistics, buffers move on acceptance only" in sampler.describe()
+    assert "BatchNorm: batch statistics, running averages in the draws" in sampler.describe()
     assert "dropout: one mask for both sides" in sampler.describe()
     reasons = " ".join(sampler.approximations())
     assert "dropout draws a new mask" in reasons
@@ -444,3 +448,214 @@ def test_the_pilot_of_the_exact_chain_leaves_no_trace() -> None:
             assert int(model[1].num_batches_tracked) == tracked + 1
         else:
             assert same(before, everything(model))
+
+
+# --- the statistics of a draw -------------------------------------------------------------------------------------------
+
+
+def regression() -> tuple[nn.Module, Tensor, Tensor]:
+    x = torch.randn(60, 3, generator=seeded())
+    net = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+    return net, x, torch.sin(x[:, :1])
+
+
+def classes() -> tuple[nn.Module, Tensor, Tensor]:
+    x = torch.randn(600, 4, generator=seeded())
+    norms = [nn.BatchNorm1d(8, momentum=0.01), nn.BatchNorm1d(8)]
+    net = nn.Sequential(nn.Linear(4, 8), norms[0], nn.ReLU(), nn.Linear(8, 8), norms[1], nn.ReLU(), nn.Linear(8, 3))
+    return net, x, x[:, :3].argmax(1)
+
+
+def images() -> tuple[nn.Module, Tensor, Tensor]:
+    """Few values in a channel: there the two variances, divided by n and by n - 1, differ most."""
+    x = torch.randn(6, 1, 4, 4, generator=seeded())
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
+    return net, x, torch.arange(6) % 2
+
+
+TASKS = {"regression": regression, "classes": classes, "images": images}
+ALGORITHM_1 = partial(AdamMCMC, lr=3e-3, sigma=3e-2, sigma_along=2.0, prior=Gaussian())
+
+
+def loss_in_evaluation_mode(model: nn.Module, draw: dict[str, Tensor], loss: object, x: Tensor, y: Tensor) -> float:
+    twin = copy.deepcopy(model).eval()
+    twin.load_state_dict(draw)
+    with torch.no_grad():
+        return float(loss(twin(x), y).mean())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("how", ["alone", "stacked", "loop"])
+@pytest.mark.parametrize("task", TASKS)
+def test_a_draw_in_evaluation_mode_is_the_function_that_was_sampled(task: str, how: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = TASKS[task]()
+    loss = GaussianNLL(0.3) if task == "regression" else F.cross_entropy
+    model.train()
+    pairs = []
+    if how == "loop":
+        sampler = ALGORITHM_1(model.parameters(), num_data=len(x), fixed_data=True, generator=seeded())
+        for step in range(20):
+            sampler.step(lambda: loss(model(x), y).mean())
+            if step % 5 == 4:
+                pairs.append((sampler.draw(model), float(sampler.present_loss())))
+        line = sampler.describe()
+    else:
+        options = {"num_draws": 4, "gap": 5, "burn_in": 3, "num_chains": 2, "progress": False, "stacked": how == "stacked"}
+        posterior = sample(model, (x, y), loss, sampler=ALGORITHM_1, **options)  # type: ignore[arg-type]
+        pairs = [(draw, record["loss"]) for draw, record in zip(posterior, posterior.index, strict=True)]
+        line = posterior.target
+    for draw, sampled in pairs:
+        assert loss_in_evaluation_mode(model, draw, loss, x, y) == pytest.approx(sampled, rel=1e-5)
+    assert len({sampled for _, sampled in pairs}) > 2
+    assert "BatchNorm: batch statistics, recomputed for each draw" in line
+
+
+def test_a_draw_leaves_no_trace_in_the_chain() -> None:
+    """No buffer, mode, gradient, momentum or random number; the network may be in evaluation mode when it is drawn."""
+
+    def run(with_draws: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = network(dropout=0.0)
+        extra = nn.Dropout(0.5)
+        sampler = Underdamped(model.parameters(), 3e-2, num_data=64, prior=Gaussian(), fixed_data=True, generator=seeded())
+
+        def closure() -> Tensor:
+            extra(X)  # random numbers without a say in the loss
+            loss = F.cross_entropy(model(X), Y)
+            if torch.is_grad_enabled():
+                model.zero_grad()
+                loss.backward()
+            return loss
+
+        for _ in range(12):
+            sampler.step(closure)
+            if with_draws:
+                model[1].eval()
+                model[0].weight.grad = torch.ones_like(model[0].weight)
+                sampler.draw(model)
+                assert not model[1].training
+                assert torch.equal(model[0].weight.grad, torch.ones_like(model[0].weight))
+                model[1].train()
+        assert model[1].momentum == 0.1
+        assert not model[1]._forward_pre_hooks
+        return [*everything(model), torch.get_rng_state()]
+
+    assert same(run(True), run(False))
+
+
+def test_the_closure_is_called_for_a_draw_only_where_there_are_such_layers() -> None:
+    for model, options, more in (
+        (network(dropout=0.0), {"fixed_data": True}, 1),
+        (network(dropout=0.0, norm=False), {"fixed_data": True}, 0),
+        (network(dropout=0.0).eval(), {"fixed_data": True}, 0),
+        (network(dropout=0.0), {}, 0),
+    ):
+        calls = []
+
+        def closure(model: nn.Module = model, calls: list[int] = calls) -> Tensor:
+            calls.append(1)
+            return F.cross_entropy(model(X), Y)
+
+        sampler = ALGORITHM_1(model.parameters(), num_data=64, **options)
+        for _ in range(3):
+            sampler.step(closure)
+        before = len(calls)
+        sampler.draw(model)
+        assert len(calls) - before == more
+
+
+def test_statistics_of_micro_batches_are_pooled_and_called_approximate() -> None:
+    """Of unequal ones too. No single pair of statistics is the function that was sampled, and the line says so."""
+    model = network(dropout=0.0)
+    whole, parts = fixed(model), fixed(model)
+
+    def losses(rows: slice) -> Tensor:
+        return F.cross_entropy(model(X[rows]), Y[rows], reduction="none")
+
+    parts.step([lambda: losses(slice(0, 10)), lambda: losses(slice(10, 64))])
+    weights = copy.deepcopy(model.state_dict())
+    found = parts.draw(model)
+    whole.step(lambda: losses(slice(None)))
+    model.load_state_dict(weights)
+    expected = whole.draw(model)
+    for name in ("1.running_mean", "1.running_var"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+    assert parts.approximations() == ["batch statistics tie the loss of an example to its micro-batch"]
+    assert parts.describe().endswith("approximate: batch statistics tie the loss of an example to its micro-batch")
+    assert whole.approximations() == []
+
+
+class Twice(nn.Module):
+    """One layer at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(2 * torch.tanh(self.norm(x))))
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (nn.BatchNorm1d(5, track_running_stats=False), "'0' (BatchNorm1d)"),
+        (
+            nn.Sequential(nn.Unflatten(1, (1, 5)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten()),
+            "InstanceNorm1d",
+        ),
+        (Twice(), "'0.norm' (BatchNorm1d)"),
+    ],
+)
+def test_layers_that_evaluation_mode_cannot_reproduce_are_named(layer: nn.Module, name: str) -> None:
+    model = nn.Sequential(layer, nn.LazyLinear(3)).train()
+    model(X)
+    sampler = fixed(model)
+    sampler.step(lambda: F.cross_entropy(model(X), Y))
+    (reason,) = sampler.approximations()
+    assert "predictions use other statistics than the chain" in reason
+    assert name in reason
+    sampler.draw(model)
+
+
+def test_a_layer_that_checkpointing_calls_again_is_one_layer() -> None:
+    model = network(dropout=0.0)
+    sampler = fixed(model)
+    for _ in range(3):
+        sampler.step(lambda: F.cross_entropy(torch.utils.checkpoint.checkpoint(model, X, use_reentrant=False), Y))
+    assert sampler.approximations() == []
+    draw = sampler.draw(model)
+    assert loss_in_evaluation_mode(model, draw, F.cross_entropy, X, Y) == pytest.approx(float(sampler.present_loss()), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["compiled", "momentum None", "not finite"])
+def test_statistics_of_a_draw_come_out_of_every_layer(kind: str) -> None:
+    model = network(dropout=0.0)
+    called = torch.compile(model, backend="eager") if kind == "compiled" else model
+    if kind == "momentum None":
+        model[1].momentum = None
+    sampler = ALGORITHM_1(model.parameters(), num_data=64, fixed_data=True, generator=seeded())
+    for _ in range(3):
+        sampler.step(lambda: F.cross_entropy(called(X), Y))
+    if kind == "not finite":
+        model[1].running_var.fill_(math.nan)
+    draw = sampler.draw(model)
+    assert loss_in_evaluation_mode(model, draw, F.cross_entropy, X, Y) == pytest.approx(float(sampler.present_loss()), rel=1e-5)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_run_with_batch_statistics_goes_on_bit_for_bit_and_its_moments_are_of_its_draws(
+    stacked: bool, tmp_path: Path
+) -> None:
+    model = network(dropout=0.0)
+    options = {"sampler": ALGORITHM_1, "gap": 2, "burn_in": 3, "num_chains": 2, "stacked": stacked, "progress": False}
+    whole = sample(model, (X, Y), F.cross_entropy, num_draws=4, **options)  # type: ignore[arg-type]
+    for num_draws in (2, 4):
+        path = tmp_path / "run"
+        parts = sample(model, (X, Y), F.cross_entropy, num_draws=num_draws, path=path, resume=True, **options)  # type: ignore[arg-type]
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(whole, parts, strict=True) for key in a)
+    moments = sample(model, (X, Y), F.cross_entropy, num_draws=4, keep="moments", **options).moments()  # type: ignore[arg-type]
+    mean = torch.stack([draw["1.running_var"].double() for draw in whole]).mean(0)
+    torch.testing.assert_close(moments.mean["1.running_var"], mean)

@@ -122,7 +122,7 @@ def test_noise_of_the_batch_does_not_pass_for_a_flat_u() -> None:
 
 
 def test_warming_up_warns_when_it_did_not_arrive() -> None:
-    with pytest.warns(UserWarning, match="while U was still moving"):
+    with pytest.warns(UserWarning, match="while U was still moving, and no further window fits into max_steps = 60: "):
         warm_up(gaussian, torch.full((10, 50), 1000.0), kernels.underdamped(1e-5), tune=BurnIn(max_steps=60), progress=False)
 
 

@@ -53,6 +53,7 @@ class _Preconditioned(_Exact):
 
     _own_caches = ("_diagonal",)
     _learns_preconditioner = True
+    _tunes_lr = True
 
     def __init__(
         self, params: Params, defaults: dict[str, Any], *, preconditioner: Sequence[Tensor] | None, **options: Any

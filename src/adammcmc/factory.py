@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from adammcmc.acceptance import FullData
 from adammcmc.encoding import plain_json
-from adammcmc.exact import MALA, Underdamped
+from adammcmc.exact import Underdamped
 from adammcmc.sampler import Sampler
 from adammcmc.target import Gaussian, Prior
 from adammcmc.tuning import BurnIn
@@ -87,11 +87,7 @@ def as_factory(sampler: Any, prior: Prior | None, model: nn.Module, whole: bool)
 
 def build_scheduler(make: Callable[[Sampler], LRScheduler], sampler: Sampler) -> LRScheduler:
     """The scheduler that the user makes, if it can be one of this sampler."""
-    if sampler.is_adapting and isinstance(sampler, Underdamped | MALA):
-        raise ValueError(
-            "a scheduler would overwrite the step size that burn-in finds. Give the sampler its `step_size`, or leave out the "
-            "scheduler."
-        )
+    sampler.check_schedulable()
     scheduler = make(sampler)
     if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
         raise TypeError(

@@ -552,7 +552,7 @@ class _Chain(_Loop):
             self._sums,
             self._seconds(),
         )
-        tensors = {name: x for name, x in self.run.model.state_dict().items() if isinstance(x, Tensor)}
+        tensors = sampler.draw(self.run.model)
         if self.moments is not None:
             self.moments.add(tensors)
         self.num_draws += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import logging
 import math
 import numbers
@@ -14,7 +15,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -85,6 +86,8 @@ class Sampler(torch.optim.Optimizer, ABC):
     _target_acceptance: ClassVar[float]
     """What burn-in tunes to, unless it is told otherwise."""
     _tunes_sigma_along: ClassVar[bool] = False
+    _tunes_lr: ClassVar[bool] = False
+    """Whether burn-in finds the learning rate, which is the step size then."""
     _noise_name: ClassVar[str] = "sigma"
     _learns_preconditioner: bool = False
     num_chains: ClassVar[int] = 1
@@ -112,6 +115,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         self.num_steps = 0
         self._examples = examples
         self._packing: Packing | None = None
+        self._closures: Sequence[Closure] = ()
+        """Of the last step, for `draw`. Minibatches are not kept."""
         self._info: Info | Callable[[], Info] | None = None
         self._captures = Captures()
         self._option_names: list[str] | None = None
@@ -207,7 +212,9 @@ class Sampler(torch.optim.Optimizer, ABC):
         if batch is not None:
             if not callable(closure):
                 raise TypeError(f"step(loss, batch) needs a function of the batch, got {type(closure).__name__}.")
-            return self._captures.step(self, closure, batch)  # type: ignore[arg-type]
+            loss = cast(Callable[[Any], Tensor], closure)
+            self._closures = [functools.partial(loss, batch)] if self.fixed_data else ()
+            return self._captures.step(self, loss, batch)
         closures: Any = [closure] if callable(closure) else closure
         if not isinstance(closures, list | tuple) or not closures or not all(map(callable, closures)):
             raise TypeError(
@@ -215,6 +222,7 @@ class Sampler(torch.optim.Optimizer, ABC):
                 f"{type(closure).__name__}. Write sampler.step(lambda: F.cross_entropy(model(x), y)). GradScaler passes none: "
                 "for mixed precision use torch.autocast with bfloat16 inside the closure, without a scaler."
             )
+        self._closures = closures if self.fixed_data else ()
         return self._usual_step(closures)
 
     def _on_device(self) -> AbstractContextManager[Any]:
@@ -235,6 +243,8 @@ class Sampler(torch.optim.Optimizer, ABC):
     def _before_step(self) -> None:
         """What is looked at on the host before every step."""
         self.check()
+        if any("initial_lr" in group for group in self.param_groups):
+            self.check_schedulable()
         packing = self._layout()
         self._check_resolution(packing)
         if (self._here is not None or self._carry is not None) and not self._is_as_left(packing):
@@ -451,13 +461,32 @@ class Sampler(torch.optim.Optimizer, ABC):
         self._reference = expand(losses, self._trainable(), len(examples), order)
 
     def draw(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """A draw: a copy of the model's state, which no later step touches. Refused while the settings still adapt."""
+        """A draw: a copy of the model's state, which no later step touches. Refused while the settings still adapt.
+
+        With `fixed_data` and BatchNorm in training mode the last step's closure is called once more, without a trace in the
+        chain: the draw's running statistics are those of the data at its own weights, so that in evaluation mode it is the
+        function that was sampled. On minibatches they are the running averages.
+        """
         if self.is_adapting:
             raise RuntimeError(
                 f"the sampler still adapts its settings (step {self.num_steps}): what it visits has no fixed distribution. "
                 "Collect draws when `sampler.is_adapting` is False."
             )
-        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+        fresh = self._fresh_statistics() if self._layers.has_statistics else {}
+        state = model.state_dict(keep_vars=True)
+        return {name: fresh.get(id(x), x).detach().clone() for name, x in state.items() if isinstance(x, Tensor)}
+
+    def _fresh_statistics(self) -> dict[int, Tensor]:
+        """The BatchNorm statistics of a draw by the identity of their buffers (`Layers.fresh_statistics`)."""
+        grads = [(p, p.grad) for p in self._parameters()]
+        for p, _ in grads:
+            p.grad = None
+        try:
+            with self._on_device(), torch.enable_grad():  # a closure may call `backward` itself
+                return self._layers.fresh_statistics(self._closures)
+        finally:
+            for p, grad in grads:
+                p.grad = grad
 
     # --- burn-in and health -------------------------------------------------------------------------------------
 
@@ -592,6 +621,14 @@ class Sampler(torch.optim.Optimizer, ABC):
                 "whether the weights lie inside the prior's support), then call unfreeze() to go on."
             )
 
+    def check_schedulable(self) -> None:
+        """Refuse a scheduler while burn-in finds the step size."""
+        if self.is_adapting and self._tunes_lr:
+            raise ValueError(
+                "a scheduler would overwrite the step size that burn-in finds. Give the sampler its `step_size`, or leave out "
+                "the scheduler; in a loop of your own it can be made when `sampler.is_adapting` is False."
+            )
+
     def unfreeze(self) -> None:
         """Let a chain that froze on a non-finite loss go on from where it stands."""
         self._here = self._carry = None
@@ -603,7 +640,7 @@ class Sampler(torch.optim.Optimizer, ABC):
     def approximations(self) -> list[str]:
         """Why the chain is not exact, in a few words each; empty if it is."""
         kernel = self._kernel(self._layout())
-        layers = self._layers.approximations(fixed_data=self.fixed_data)
+        layers = self._layers.approximations(fixed_data=self.fixed_data, num_micro_batches=len(self._closures))
         return kernel.approximation(fixed_data=self.fixed_data) + layers + self._complaints()
 
     def _complaints(self) -> list[str]:
@@ -621,7 +658,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         """The realised target in one line: density, temperature, data, prior, kernel, test, exact or approximate."""
         packing = self._layout()
         reasons = self.approximations()
-        layers = "".join(f" | {words}" for words in self._layers.describe())
+        layers = "".join(f" | {words}" for words in self._layers.describe(fixed_data=self.fixed_data))
         return (
             f"{self.target}, P = {sum(p.numel() for p in packing.params)} | {self._kernel_name(packing)}, {self.acceptance}"
             f"{' (all data)' if self.fixed_data else ''}{layers} | "
@@ -718,7 +755,7 @@ class Sampler(torch.optim.Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: all but caches, and the wrapper that a scheduler puts around `step`."""
         own = ("_packing", "_info", "_here", "_carry", "_left", "_fingerprint", "_frozen_at_host", "_layers", "step")
-        caches = (*own, "_captures", "_clock", "_clock_at", *self._own_caches)
+        caches = (*own, "_closures", "_captures", "_clock", "_clock_at", *self._own_caches)
         kept = {key: value for key, value in self.__dict__.items() if key not in caches and "hooks" not in key}
         return {**kept, "generator": (str(self.device), self.generator.get_state())}
 
@@ -733,7 +770,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         super().__setstate__({**state, "generator": generator})
         self._packing = self._info = self._here = self._carry = self._left = self._clock = None
         self._captures, self._clock_at = Captures(), -1
-        self._fingerprint = ()
+        self._closures, self._fingerprint = (), ()
         self._layers = Layers(self.batch_norm, self.device)
         self._frozen_at_host = _host_copy(self._frozen_at)
         for cache in self._own_caches:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -507,6 +508,8 @@ class StackedSampler:
         self.carry: Any = None
         self._info: Info | Callable[[], Info] | None = None
         self._captures = Captures()
+        self._batch: Batch | None = None
+        """Of the last step, for `draws`; None on minibatches, which are not kept."""
         self._clock: Tensor | None = None
         self._clock_at = -1
         self._kernel_of_graphs: Any = None
@@ -590,6 +593,7 @@ class StackedSampler:
 
         If the loss raises, the chains stay where they are, and the error goes on.
         """
+        self._batch = batch if self.fixed_data else None
         return self._captures.step(self, _itself, batch)
 
     def _usual_step(self, closures: Sequence[Callable[[], Batch]]) -> Tensor:
@@ -760,8 +764,31 @@ class StackedSampler:
         return torch.where(info.is_accepted & info.proposed_loss.isfinite(), info.proposed_loss, info.loss)
 
     def draws(self) -> dict[str, Tensor]:
-        """All that `model.state_dict()` holds, of every chain, (chains, ...). Views: copy what is to stay."""
-        return self.network.draw(self.params, self.buffers)
+        """All that `model.state_dict()` holds, of every chain, (chains, ...). Views: copy what is to stay.
+
+        The statistics of BatchNorm are those of the draws' own weights, as in `Sampler.draw`.
+        """
+        return self.network.draw(self.params, self._fresh_buffers())
+
+    @torch.no_grad()
+    def _fresh_buffers(self) -> Leaves:
+        """The buffers of draws: the chains' own, with fresh statistics in the place of running ones."""
+        if self._batch is None or not self.layers.has_statistics:
+            return self.buffers
+        names = {id(b): f"model.{name}" for name, b in self.model.named_buffers()}
+
+        def view(flat: Leaves, norm: nn.Module, name: str) -> Tensor:
+            return self.network.buffers.views(flat)[names[id(getattr(norm, name))]]
+
+        emptied, fresh = (tuple(b.clone() for b in self.buffers) for _ in range(2))
+        with self._on_device(), self.layers.statistics() as found:
+            for key in found.keys:
+                view(emptied, *key).zero_()
+            _, moved = self.network.call(self.loss, self.params, emptied, self._batch)
+            found.add(functools.partial(view, moved))
+        for key, value in found.values().items():
+            view(fresh, *key).copy_(value)
+        return fresh
 
     def draw(self, chain: int) -> dict[str, Tensor]:
         """The state dictionary of one chain, a copy."""

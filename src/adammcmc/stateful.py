@@ -7,12 +7,17 @@ A Metropolis step evaluates one loss at two points. Both must be the same functi
   buffer that a forward moves, move once on acceptance and are put back bit for bit on rejection. `"frozen"`: the layer runs on
   its running statistics, which stay as they are.
 
+Running averages lag behind the weights. With fixed data a draw does not take them: its buffers are the statistics of the data
+at the draw's own weights (`Layers.statistics`), so that in evaluation mode it is the function that was sampled. On minibatches
+it keeps them: they average over many batches, which is worth more than the lag costs.
+
 Which layers there are is seen by watching the modules that the closure calls; no model has to be handed over.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,14 +27,16 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from adammcmc.errors import PerExampleLossRequired, StochasticClosure
 
-__all__ = ["BatchNormPolicy", "ClosureReport", "GraphNumbers", "Layers", "check_closure"]
+__all__ = ["BatchNormPolicy", "ClosureReport", "GraphNumbers", "Layers", "Statistics", "check_closure"]
 
 BatchNormPolicy = Literal["batch", "frozen"]
 _T = TypeVar("_T")
+_STATISTICS = ("running_mean", "running_var")
 _FEW = 1 << 20  # numbers in buffers that are cheap to keep a copy of
 
 
@@ -40,6 +47,8 @@ class _Seen:
     modules: dict[nn.Module, bool] = field(default_factory=dict)
     """Whether each was in training mode."""
     buffers: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
+    calls: dict[nn.Module, int] = field(default_factory=dict)
+    """How often each was called itself; of a compiled model only the outermost."""
     frozen: list[nn.Module] = field(default_factory=list)
     draws_numbers: bool = False
     """Whether torch's random numbers were used."""
@@ -74,6 +83,16 @@ class _Seen:
         norms = [m for m in self.modules if _is_batch_norm(m) and m not in self.frozen]
         return [m for m in norms if self.modules[m] or getattr(m, "running_mean", None) is None]
 
+    def kept_norms(self) -> list[_BatchNorm]:
+        """Those of them that evaluation mode can reproduce: torch's own, with running statistics."""
+        return [m for m in self.batch_norms() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+
+    def lost_norms(self, num_micro_batches: int) -> list[nn.Module]:
+        """The layers that normalise otherwise in evaluation mode, whatever their buffers hold."""
+        kept = {m for m in self.kept_norms() if self.calls.get(m, 0) <= num_micro_batches}  # one call, one pair of statistics
+        instances = [m for m, training in self.modules.items() if training and isinstance(m, _InstanceNorm)]
+        return [m for m in self.batch_norms() if m not in kept] + [m for m in instances if m.running_mean is not None]
+
 
 @contextmanager
 def _watch(policy: BatchNormPolicy, device: torch.device) -> Iterator[_Seen]:
@@ -81,8 +100,12 @@ def _watch(policy: BatchNormPolicy, device: torch.device) -> Iterator[_Seen]:
     seen = _Seen()
 
     def before(module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or module in seen.modules:
+        if torch.compiler.is_compiling():
             return  # a compiled model is seen from outside
+        if torch._C._current_graph_task_id() == -1:  # not recomputed in a backward pass (checkpointing)
+            seen.calls[module] = seen.calls.get(module, 0) + 1
+        if module in seen.modules:
+            return
         for part in module.modules():
             if part in seen.modules:
                 continue
@@ -156,6 +179,65 @@ class GraphNumbers:
         after = self._copies[0].get_offset()
         self.have_moved = after != before
         self._default.set_offset(after)
+
+
+class Statistics:
+    """Mean and variance of each BatchNorm layer's input at one point, pooled over the batches that are evaluated inside.
+
+    With momentum 1 a forward leaves the statistics of its own batch in the running buffers, also under vmap. torch divides the
+    variance there by n - 1, where the forward itself divides by n: the number n of values in a channel is seen by a hook.
+
+    Args:
+        norms: the layers.
+    """
+
+    def __init__(self, norms: Sequence[_BatchNorm]) -> None:
+        self.norms = norms
+        self.keys: list[tuple[nn.Module, str]] = [(norm, name) for norm in norms for name in _STATISTICS]
+        self._counts: dict[nn.Module, tuple[int, int]] = {}
+        """Values in a channel, and calls, of the batch under way."""
+        self._pooled: dict[nn.Module, tuple[int, Tensor, Tensor]] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, forwards leave the statistics of their own batch."""
+        momenta = [norm.momentum for norm in self.norms]
+        hooks = [norm.register_forward_pre_hook(self._count, with_kwargs=True) for norm in self.norms]
+        try:
+            for norm in self.norms:
+                norm.momentum = 1.0
+            yield
+        finally:
+            for norm, momentum, hook in zip(self.norms, momenta, hooks, strict=True):
+                norm.momentum = momentum
+                hook.remove()
+
+    def _count(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs["input"]
+        count = x.numel() // x.shape[1]
+        total, calls = self._counts.get(norm, (0, 0))
+        self._counts[norm] = total + count, calls + 1
+        norm.momentum = count / (total + count)  # a layer that is called twice: the mean of both calls
+
+    def add(self, read: Callable[[nn.Module, str], Tensor]) -> None:
+        """Take in the batch that was just evaluated; `read` finds the buffers, which were zero before it."""
+        for norm in self.norms:
+            mean, var = (read(norm, name).detach().to(torch.float64, copy=True) for name in _STATISTICS)
+            n, calls = self._counts.pop(norm, (0, 0))
+            norm.momentum = 1.0
+            if n > 0:
+                var = var * ((n - calls) / n) if n > calls else torch.zeros_like(var)
+            elif not bool(mean.any() | var.any()):
+                continue  # not called with this batch
+            n = max(n, 1)  # a network that normalises by a kernel of its own: many values, equal batches
+            before, m, v = self._pooled.get(norm, (0, torch.zeros_like(mean), torch.zeros_like(var)))
+            share, off = n / (before + n), mean - m
+            self._pooled[norm] = before + n, m + off * share, v + (var - v) * share + off.square() * (share * (1 - share))
+
+    def values(self) -> dict[tuple[nn.Module, str], Tensor]:
+        """What the running buffers of a draw must hold."""
+        found = [(norm, *pair) for norm, (_, *both) in self._pooled.items() for pair in zip(_STATISTICS, both, strict=True)]
+        return {(norm, name): x.to(_buffer((norm, name)).dtype) for norm, name, x in found}
 
 
 class Layers:
@@ -346,6 +428,50 @@ class Layers:
         """An error: nothing of this step stays."""
         self._put_back()
 
+    # --- what belongs to a draw -------------------------------------------------------------------------------------
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether there are layers whose statistics are taken anew at a draw."""
+        return self._seen is not None and bool(self._seen.kept_norms())
+
+    @contextmanager
+    def statistics(self) -> Iterator[Statistics]:
+        """Evaluations inside find the statistics of a draw. Modes are those of the chain; no random number is used up."""
+        assert self._seen is not None
+        found = Statistics(self._seen.kept_norms())
+        modes = [(module, module.training) for module in self._seen.modules]
+        numbers = _random_state(self._device)
+        try:
+            for module, training in self._seen.modules.items():
+                module.training = training  # a validation in between may have left evaluation mode
+            with self._modes(), found.watched(), _not_compiled():
+                yield found
+        finally:
+            for module, training in modes:
+                module.training = training
+            _set_random_state(numbers, self._device)
+
+    def fresh_statistics(self, evaluations: Sequence[Callable[[], object]]) -> dict[int, Tensor]:
+        """What a draw at the present weights has in the place of running buffers, by the identity of the buffer.
+
+        The buffers themselves, which belong to the chain, stay as they are.
+        """
+        if not self.has_statistics:
+            return {}
+        before = [_buffer(key).detach().clone() for key in self._moving]
+        with self.statistics() as found:
+            for evaluate in evaluations:
+                try:
+                    for key in found.keys:
+                        _buffer(key).zero_()
+                    evaluate()
+                    found.add(lambda norm, name: _buffer((norm, name)))
+                finally:
+                    for moving, value in zip(self._moving, before, strict=True):
+                        _buffer(moving).copy_(value)
+        return {id(_buffer(key)): value for key, value in found.values().items()}
+
     # --- what is said of them ---------------------------------------------------------------------------------------
 
     def at_fault(self) -> str:
@@ -356,13 +482,14 @@ class Layers:
         layers = ", ".join(seen.name(m) for m in seen.dropouts())
         return layers or ("the loss draws random numbers" if seen.draws_numbers else "")
 
-    def describe(self) -> list[str]:
+    def describe(self, *, fixed_data: bool) -> list[str]:
         """What stateful layers do, in a few words each; known after the first step."""
         if self._seen is None:
             return []
         words = []
         if self._seen.batch_norms():
-            words.append("BatchNorm: batch statistics, buffers move on acceptance only")
+            how = ", recomputed for each draw" if fixed_data else ", running averages in the draws"
+            words.append(f"BatchNorm: batch statistics{how if self._seen.kept_norms() else ''}")
         if self._seen.frozen:
             words.append("BatchNorm: frozen statistics")
         if self._seen.dropouts():
@@ -371,14 +498,21 @@ class Layers:
             words.append("random numbers in the loss: the same on both sides of a step")
         return words
 
-    def approximations(self, *, fixed_data: bool) -> list[str]:
-        """Why the loss is not a fixed sum over the examples."""
-        if self._seen is None or fixed_data:
+    def approximations(self, *, fixed_data: bool, num_micro_batches: int = 1) -> list[str]:
+        """Why the loss is not a fixed sum over the examples, or why evaluation mode is another function."""
+        if self._seen is None:
             return []
-        reasons = ["dropout draws a new mask at each step"] if self._seen.dropouts() else []
-        if self._seen.draws_numbers and not reasons:
-            reasons = ["the loss draws new random numbers at each step"]
-        return reasons + (["batch statistics tie the loss of an example to its batch"] if self._seen.batch_norms() else [])
+        reasons = []
+        if not fixed_data:
+            reasons = ["dropout draws a new mask at each step"] if self._seen.dropouts() else []
+            if self._seen.draws_numbers and not reasons:
+                reasons = ["the loss draws new random numbers at each step"]
+        if self._seen.batch_norms() and (not fixed_data or num_micro_batches > 1):
+            batch = "batch" if not fixed_data else "micro-batch"
+            reasons.append(f"batch statistics tie the loss of an example to its {batch}")
+        if lost := [self._seen.name(m) for m in self._seen.lost_norms(max(1, num_micro_batches))]:
+            reasons.append(f"predictions use other statistics than the chain in {', '.join(lost)}")
+        return reasons
 
     def scaled_away(self) -> set[int]:
         """Identities of the weights right before a BatchNorm with batch statistics, whose length has no influence."""
@@ -486,6 +620,14 @@ def _buffer(key: tuple[nn.Module, str]) -> Tensor:
     value = getattr(key[0], key[1])
     assert isinstance(value, Tensor)
     return value
+
+
+def _not_compiled() -> AbstractContextManager[Any]:
+    """Compiled models run as they were written inside: hooks on their layers are not called otherwise."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -255,8 +255,9 @@ class Adaptation:
         """Say what burn-in did not reach."""
         if self.settings.num_steps is None and not self.is_flat:
             warnings.warn(
-                f"burn-in ended after {num_steps} steps (max_steps) while U was still moving: draws from here on are not from "
-                "the target yet. Train the network first, or allow more steps.",
+                f"burn-in ended after {num_steps} steps while U was still moving, and no further window fits into max_steps = "
+                f"{self.settings.max_steps}: draws from here on are not from the target yet. Start where the density is higher "
+                "(train a network first), or raise max_steps.",
                 stacklevel=stacklevel + 1,
             )
             return

@@ -136,4 +136,4 @@ def test_chains_of_jets_run_at_once_without_waiting(jets: Jets, sync_mode: None)
         stack.step(batch)
     torch.cuda.set_sync_debug_mode("default")
     assert float(stack.mean_acceptance_rate.min()) > 0
-    assert len(set(stack.draws()["bn_fts.running_mean"].double().sum(1).tolist())) > 1
+    assert len(set(stack.draws()["edge_convs.0.bns.0.running_mean"].double().sum(1).tolist())) > 1

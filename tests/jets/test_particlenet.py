@@ -473,7 +473,15 @@ def test_chains_of_jets_run_at_once(batch_size: int | None) -> None:
     for many, one in zip(stacked.chain(0), alone.chain(0), strict=True):
         for name in one:
             torch.testing.assert_close(many[name], one[name], atol=2e-5, rtol=1e-3)
-    assert not torch.equal(stacked.chain(1)[-1]["bn_fts.running_mean"], stacked.chain(0)[-1]["bn_fts.running_mean"])
+    name = "edge_convs.0.bns.0.running_mean"
+    assert not torch.equal(stacked.chain(1)[-1][name], stacked.chain(0)[-1][name])
+    if batch_size is None:  # then evaluation mode is the function that was sampled
+        cloud, labels = data.fetch(slice(None))
+        twin = ParticleNetLite(dropout=0.0).eval()
+        for run in (stacked, alone):
+            twin.load_state_dict(run[-1])
+            with torch.no_grad():
+                assert float(F.cross_entropy(twin(cloud), labels)) == pytest.approx(run.index[-1]["loss"], rel=1e-4)
     assert stacked.settings(1)["sigma"] == 2e-3
     many = stacked.predict(data, raw=True).raw
     one = stacked.predict(data, raw=True, batch_size=1).raw  # too small for two draws in one forward
