@@ -63,6 +63,8 @@ batch_size = 128
 ```
 
 Paths are relative to the configuration file, and modules are looked for beside it and where you are. The run folder remembers the configuration, with what `--set` changed, so that `resume`, `diagnose`, `report` and `predict` need only the folder.
+A configuration is a program: it imports the modules that it names. `adammcmc sample my.toml` does so because you named the file. A run folder may come from someone else, so the commands that open one import nothing unless you add `--trust-code` (or set `ADAMMCMC_TRUST_CODE=1`), or give `--config` with a file of your own; runs of bundled tasks need neither. [What is promised](security.md) about files from others.
+A module that a configuration names is taken from beside the configuration or from the working directory before any installed one. What that module imports is looked for there last. A file with the name of a module of Python itself, such as `html.py`, must be renamed.
 An unknown key, a value of another type or a name that is not there is an error of one line that says where, and what is nearest.
 
 | exit code | meaning |

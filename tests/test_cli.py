@@ -36,7 +36,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     here = Path.cwd()
     os.chdir(home)
     try:
-        with modules_forgotten():
+        with modules_forgotten(), pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ADAMMCMC_TRUST_CODE", "1")  # its runs import a module; what happens without is tested below
             answer = ask("sample", "good.toml")
             assert answer.code == 0, answer.err
             assert "6 draws of 1 chain" in answer.out
@@ -203,8 +204,9 @@ def test_inputs_alone_are_predicted_too(home: Path) -> None:
     assert "40 examples, 6 draws; accuracy" in answer.out
 
 
-def test_who_predicts_needs_no_training_data(home: Path, tmp_path: Path) -> None:
+def test_who_predicts_needs_no_training_data(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     furnish(tmp_path)
+    monkeypatch.delitem(sys.modules, "shell_things", raising=False)  # that of `home`
     assert ask("sample", tmp_path / "good.toml").code == 0
     (tmp_path / "train.npz").unlink()
     assert ask("predict", tmp_path / "runs" / "good").code == 0
@@ -348,7 +350,10 @@ def test_ctrl_c_keeps_what_there_is_and_says_how_to_go_on(home: Path, tmp_path: 
     assert process.returncode == 130, said
     number = len(FolderStore(tmp_path / "run").index)
     assert 0 < number < 50
-    assert said.strip() == f"stopped; {tmp_path / 'run'} keeps {number} draws. Go on with: adammcmc resume {tmp_path / 'run'}"
+    assert (
+        said.strip()
+        == f"stopped; {tmp_path / 'run'} keeps {number} draws. Go on with: adammcmc resume {tmp_path / 'run'} --trust-code"
+    )
     assert ask("resume", tmp_path / "run").code == 0
     assert ask(*words, "-o", tmp_path / "whole").code == 0
     whole = sorted((tmp_path / "whole" / "chain-0").glob("draw-*"))
@@ -364,7 +369,8 @@ def test_ctrl_c_before_the_first_step(home: Path, tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(f"adammcmc.recipe.{function}", stop)
         answer = ask("sample", "good.toml", "-o", tmp_path / "run")
         assert answer == Answer(130, "", "stopped before the first step; nothing is kept.\n")
-    assert ask("resume", "runs/good").err == "stopped; runs/good keeps 6 draws. Go on with: adammcmc resume runs/good\n"
+    again = "adammcmc resume runs/good --trust-code"
+    assert ask("resume", "runs/good").err == f"stopped; runs/good keeps 6 draws. Go on with: {again}\n"
 
 
 def test_help_is_set_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,7 +481,7 @@ BAD: list[tuple[list[str], int, str]] = [
     ([*SAMPLE, "--set", "data.train=named.npz"], 1, "it has arrays a, b: say which, targets last, with [data] keys"),
     ([*SAMPLE, "--set", 'data.keys=["inputs", "target"]'], 1, "there is no array 'target' (`keys`): did you mean `targets`?"),
     ([*SAMPLE, "--set", "data.train=words.npz"], 1, "words.npz' holds <U1 where numbers must be"),
-    ([*SAMPLE, "--set", "data.train=objects.npz"], 1, "Object arrays cannot be loaded"),
+    ([*SAMPLE, "--set", "data.train=objects.npz"], 1, "array 'x' holds Python objects, which are not read"),
     ([*SAMPLE, "--set", "data.train=empty.npz"], 1, "the file is empty"),
     ([*SAMPLE, "--set", "data.train=one.npy"], 1, "holds one number where an array with a row for each example must be"),
     ([*SAMPLE, "--set", 'data.train=["wide.npy", "y.npy"]'], 1, "must have one length"),
@@ -568,6 +574,66 @@ def test_bad_input_is_answered_in_one_line(words: list[str], code: int, message:
     left = {name for name in set(listing(home)) - set(before) if Path(name).name != "lock" and not Path(name).is_dir()}
     assert not left, left
     shutil.rmtree(home / "new", ignore_errors=True)
+
+
+# --- what comes from others -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["resume", "predict", "diagnose", "report"])
+def test_a_run_imports_nothing_unless_it_is_trusted(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.delenv("ADAMMCMC_TRUST_CODE")
+    monkeypatch.delitem(sys.modules, "shell_things", raising=False)
+    before, path = listing(home), list(sys.path)
+    answer = ask(command, "runs/good")
+    assert answer.code == 1
+    assert answer.err == (
+        f"adammcmc: the run in 'runs/good' imports code: shell_things:make, from '{home}' or what is installed. Add "
+        "--trust-code if you trust who made it, or --config with a TOML file of yours. (--debug shows where)\n"
+    )
+    assert answer.out == ""
+    assert "shell_things" not in sys.modules
+    assert sys.path == path
+    assert listing(home) == before
+    page = ["-o", tmp_path / "page.html"] if command == "report" else []
+    assert ask(command, "runs/good", "--trust-code", *page).code == 0
+    assert ask(command, "runs/good", "--config", "good.toml", *page).code == 0
+
+
+def test_a_run_of_a_bundled_task_needs_no_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ADAMMCMC_TRUST_CODE", raising=False)
+    (tmp_path / "moons.toml").write_text(
+        'task = "two-moons"\n[sampler]\nname = "AdamMCMC"\nsigma = 0.1\n[training]\nsteps = 0\n'
+        "[run]\nnum_draws = 2\ngap = 1\nburn_in = 1\n"
+    )
+    answer = ask("sample", tmp_path / "moons.toml")
+    assert answer.code == 0, answer.err
+    run = tmp_path / "runs" / "moons"
+    assert f"Next: adammcmc diagnose {run}, adammcmc report {run}, adammcmc predict {run}\n" in answer.out
+    assert ask("predict", run).code == 0
+    assert ask("resume", run, "--draws", 3).code == 0
+
+
+def test_the_next_commands_are_said_with_the_trust_that_they_need(home: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    answer = ask("sample", "good.toml", "-o", run)
+    assert f"Next: adammcmc diagnose {run} --trust-code, adammcmc report {run} --trust-code, " in answer.out
+
+
+ESCAPES = "a\x1b]0;title\x07\x1b[2J\x9b31m\u202eb\u2066"
+SHOWN = r"a\x1b]0;title\x07\x1b[2J\x9b31m\u202eb\u2066"
+
+
+def test_a_terminal_is_given_no_escape_sequences(home: Path, tmp_path: Path) -> None:
+    """Neither in what is printed nor in errors and warnings."""
+    answer = ask("predict", "runs/good", "-o", tmp_path / f"{ESCAPES}.csv", "--rows", 0)
+    assert answer.out.endswith(f"{SHOWN}.csv\n")
+    for words in (["predict", "runs/good", f"{ESCAPES}.npz"], ["diagnose", ESCAPES], [ESCAPES], ["jets", "convert", ESCAPES]):
+        said = ask(*words, *(["-o", "b.npz"] if "jets" in words else []))
+        assert said.code in (1, 2)
+        assert SHOWN in said.err
+        assert not set(said.err) & set("\x1b\x07\x9b\u202e\u2066")
 
 
 def test_debug_shows_the_traceback_wherever_it_stands(home: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -417,6 +418,32 @@ def test_fused_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("CC", "no-such-compiler")
         with pytest.raises(CannotCompile, match="no-such-compiler"):
             sampler_of(model, fused=True).step(lambda: F.cross_entropy(model(x), y))
+        library.cache_clear()
+
+
+def test_the_compiled_library_is_no_file_that_others_could_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is loaded from a folder that is gone by then: no home is needed, and no cache is trusted."""
+    needs_c()
+    home, temporary = tmp_path / "home", tmp_path / "temporary"
+    home.mkdir()
+    temporary.mkdir()
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(home))
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    library.cache_clear()
+    try:
+        assert callable(library())
+        assert not list(home.iterdir())
+        assert not list(temporary.iterdir())
+        monkeypatch.setenv("HOME", "/nonexistent")
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        library.cache_clear()
+        assert callable(library())
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+        library.cache_clear()
+        with pytest.raises(CannotCompile, match="cannot be run, or its result cannot be loaded"):
+            library()
+    finally:
         library.cache_clear()
 
 

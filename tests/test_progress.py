@@ -30,6 +30,18 @@ def test_it_shows_the_work_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
         assert word in terminal.getvalue()
 
 
+def test_words_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither markup nor escape sequences of a status have an effect."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    clock = iter(range(1000))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
+    list(track(range(2), "[b]w", status=lambda: "[bold]x\x1b]0;t\x07"))
+    assert "[b]w" in terminal.getvalue()
+    assert r"[bold]x\x1b]0;t\x07" in terminal.getvalue()
+    assert "\x1b]0;" not in terminal.getvalue()
+
+
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

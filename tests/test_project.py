@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "adammcmc"
 
 # a file imports only from files above it; `acceptance` is a package
 ORDER = [
-    ["whole"],
+    ["whole", "terminal", "memory"],
     ["lazy", "interrupts", "options", "citation", "errors", "encoding", "moments", "philox"],
     ["randomness"],
     ["leaves", "keyed"],
@@ -36,7 +36,7 @@ ORDER = [
     ["corrected"],
     ["stacked"],
     ["progress", "store", "uncertainty", "callbacks", "factory"],
-    ["predictive"],
+    ["predictive", "archives"],
     ["calibration", "diagnostics"],
     ["summary"],
     ["report"],

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import html
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import adammcmc
+from adammcmc.config import read_config
 from adammcmc.factory import given_options, innermost
-from adammcmc.recipe import Recipe, Source, load_data, prepare
+from adammcmc.recipe import Recipe, Source, code_of, find, load_data, prepare
 from adammcmc.tasks import TASKS
 from tests.shell import GOOD, furnish, modules_forgotten
 
@@ -186,7 +191,8 @@ def test_where_a_run_goes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_project_that_moved_is_found(home: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The run folder knows where its configuration lies from itself."""
     path = home / "runs" / "a"
-    made(home).sample(path, progress=False)
+    with modules_forgotten():
+        made(home).sample(path, progress=False)
     moved = tmp_path_factory.mktemp("moved") / "project"
     home.rename(moved)
     source = Source.of_run(moved / "runs" / "a")
@@ -199,6 +205,93 @@ def test_a_project_that_moved_is_found(home: Path, tmp_path_factory: pytest.Temp
     assert Source.of_run(moved / "runs" / "a").folder == moved
     moved.rename(home)
     assert Source.of_run(moved.parent / "a").folder == home
+
+
+# --- modules --------------------------------------------------------------------------------------------------------------
+
+
+def test_folders_of_configurations_come_last_on_the_path(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's html.py must not be imported by the libraries that need Python's."""
+    before = list(sys.path)
+    (home / "html.py").write_text("raise SystemExit('the wrong html')")
+    made(home)
+    added = [entry for entry in sys.path if entry not in before]
+    assert str(home) in added
+    assert sys.path == before + added
+    where = html.__file__
+    monkeypatch.delitem(sys.modules, "html")
+    assert importlib.import_module("html").__file__ == where
+
+
+def test_the_named_module_is_the_one_beside_the_configuration(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one of that name is installed; a module that it imports is found beside it."""
+    installed = home / "installed"
+    installed.mkdir()
+    (installed / "shell_both.py").write_text("where = 'installed'")
+    monkeypatch.syspath_prepend(installed)
+    project = home / "project"
+    (project / "shell_package").mkdir(parents=True)
+    (project / "shell_both.py").write_text("from shell_sibling import name as where")
+    (project / "shell_sibling.py").write_text("name = 'beside'")
+    (project / "shell_package" / "__init__.py").write_text("")
+    (project / "shell_package" / "part.py").write_text("from . import other\nnumber = other.number")
+    (project / "shell_package" / "other.py").write_text("number = 7")
+    assert find("here", "shell_both:where", project) == "beside"
+    assert find("here", "shell_both:where", project) == "beside"  # known by now
+    assert find("here", "shell_package.part:number", project) == 7
+    assert find("here", "collections.abc:Mapping.get", project) is Mapping.get
+
+
+def test_a_module_with_a_name_that_is_taken_is_refused(home: Path) -> None:
+    for name in ("html", "sys", "wave"):
+        (home / f"{name}.py").write_text("thing = 1")
+        with pytest.raises(ValueError, match=rf"here: '.*{name}.py' has the name of a module of Python itself: rename it"):
+            find("here", f"{name}:thing", home)
+    (home / "torch.py").write_text("thing = 1")
+    with pytest.raises(ValueError, match=r"torch.py' has the name of a module that is in use, '.*torch/__init__.py': rename"):
+        find("here", "torch:thing", home)
+
+
+def test_a_module_that_failed_is_tried_again(home: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="importing 'shell_broken' failed: ZeroDivisionError"):
+            find("here", "shell_broken:thing", home)
+    (home / "shell_broken.py").write_text("thing = 'mended by now'")
+    assert find("here", "shell_broken:thing", home) == "mended by now"
+
+
+NAMES_CODE = {
+    "model.name": "a:b",
+    "loss.name": "a:b",
+    "sampler.name": "a:b",
+    "data.train": "a:b",
+    "data.test": '["a:b"]',
+}
+
+
+@pytest.mark.parametrize("key", NAMES_CODE)
+def test_every_place_that_imports_is_asked_about(home: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """What `code_of` lists is what `find` is called with."""
+    text = GOOD.replace("shell_things:make", "torch.nn:Linear").replace("width = 3", "in_features = 2, out_features = 2")
+    changes = ["sampler={}", f"{key}={NAMES_CODE[key]}"]
+    names = code_of(read_config(text, changes))
+    assert names == list(dict.fromkeys(["a:b"] if key == "model.name" else ["torch.nn:Linear", "a:b"]))
+    found: list[str] = []
+
+    def record(place: str, name: str, folder: Path) -> Any:
+        found.append(name)
+        return (
+            torch.nn.Linear(2, 2) if name == "a:b" and "model" in place else torch.nn.Linear if "model" in place else F.mse_loss
+        )
+
+    monkeypatch.setattr("adammcmc.recipe.find", record)
+    with suppress(ValueError):  # what is found is not what belongs there
+        recipe = prepare(Source(text, tuple(changes), home, "good.toml"))
+        recipe.sampler()
+        for what in ("train", "test"):
+            with suppress(ValueError, TypeError):
+                getattr(recipe, what)
+    assert set(found) == set(names)
 
 
 def test_what_config_holds_must_be_json(home: Path) -> None:

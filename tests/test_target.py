@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Laplace, Normal
 
-from adammcmc import Density, Gaussian, Prior, Target, UniformBall, UniformBox, from_paper
+from adammcmc import Density, Gaussian, Prior, Target, UniformBall, UniformBox, from_paper, sample
 from adammcmc.target import Evaluation, potential_difference
 
 
@@ -133,3 +134,40 @@ def test_a_density_has_the_gradient_of_minus_its_log() -> None:
 
 
 X = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
+
+
+class WithoutInputs(nn.Module):
+    """A layer without inputs beside one with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.full = nn.Linear(0, 3), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.full(x) + self.empty(x[:, :0])
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors", "ignore::UserWarning:adammcmc")
+@pytest.mark.parametrize("num_chains", [1, 2])
+def test_tensors_without_weights_are_carried_along(tmp_path: Path, num_chains: int) -> None:
+    net = WithoutInputs()
+    prior = Gaussian.fan_in(net, gain=2.0, bias_scale=0.5)
+    assert prior.scale == (2.0, 0.5, pytest.approx(2 / math.sqrt(2)), 0.5)
+    assert Gaussian.fan_in(nn.Linear(3, 0, bias=False)).scale == (pytest.approx(1 / math.sqrt(3)),)
+    x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
+    posterior = sample(
+        net,
+        (x, (x[:, 0] > 0).long()),
+        nn.functional.cross_entropy,
+        prior=prior,
+        num_draws=2,
+        gap=1,
+        burn_in=2,
+        num_chains=num_chains,
+        stacked=num_chains > 1,
+        path=tmp_path / "run",
+        progress=False,
+    )
+    assert "P = 12" in posterior.target
+    assert posterior.predict(x, progress=False).mean.shape == (20, 3)
+    assert all(draw["empty.weight"].shape == (3, 0) for draw in posterior)

@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from adammcmc.terminal import printable
+
 __all__ = ["main", "run"]
 
 _SPEAK_FOR_THEMSELVES = (ValueError, TypeError, OSError, RuntimeError, MemoryError, ImportError, Warning)
@@ -58,12 +60,12 @@ def _tell(error: Any) -> int:
 
 
 def _fail(words: str, code: int) -> int:
-    print(f"adammcmc: {' '.join(words.split())}", file=sys.stderr)
+    print(f"adammcmc: {printable(' '.join(words.split()))}", file=sys.stderr)
     return code
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:
-    print(f"adammcmc: warning: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"adammcmc: warning: {printable(' '.join(str(message).split()))}", file=sys.stderr)
 
 
 if __name__ == "__main__":

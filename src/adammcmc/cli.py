@@ -15,6 +15,7 @@ import typer
 
 import adammcmc
 from adammcmc.cli_jets import app as jets_app
+from adammcmc.terminal import say
 
 if TYPE_CHECKING:
     from adammcmc.posterior import Posterior
@@ -48,10 +49,19 @@ Data = Annotated[
     ),
 ]
 
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        envvar="ADAMMCMC_TRUST_CODE",
+        help="Import the modules that the run names (its network, its loss, its data): only if you trust who made it.",
+    ),
+]
+
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"adammcmc {adammcmc.__version__}")
+        say(f"adammcmc {adammcmc.__version__}")
         raise typer.Exit
 
 
@@ -104,6 +114,8 @@ def sample(
 
     The configuration names a network, data, a loss and a sampler. Ctrl-C stops the run; `adammcmc resume RUN` goes on with it,
     bit for bit.
+
+    A configuration imports the modules that it names: treat one from elsewhere as you would a script.
     """
     with _stopping(None):
         from adammcmc.recipe import Announcement, Source, prepare
@@ -119,11 +131,11 @@ def sample(
     if dry_run:
         _show_forecast(recipe, path)
         return
-    with _stopping(path):
+    with _stopping(path, _flag(recipe)):
         if (loss := recipe.train_first()) is not None:
-            typer.echo(f"trained: {recipe.training_steps:,} steps of Adam, last loss {loss:.4g}")
+            say(f"trained: {recipe.training_steps:,} steps of Adam, last loss {loss:.4g}")
         posterior = recipe.sample(path, callbacks=[Announcement(_announce)])
-    _tell_what_came(posterior, path)
+    _tell_what_came(posterior, path, _flag(recipe))
 
 
 @app.command()
@@ -134,23 +146,24 @@ def resume(
         typer.Option(min=1, help="Draws of each chain in the end; more than were asked for before.", show_default=False),
     ] = None,
     config: Again = None,
+    trust_code: Trust = False,
 ) -> None:
     """Go on with a run that was stopped, or make more draws."""
-    with _stopping(run):
+    with _stopping(run, " --trust-code" if trust_code else ""):
         from adammcmc.recipe import Announcement, prepare
         from adammcmc.store import FolderStore, check_manifest, read_manifest
 
         manifest = read_manifest(run)
         check_manifest(manifest, run)
         asked = manifest["configuration"]["num_draws"]
-        recipe = prepare(_source(run, config))
+        recipe = prepare(_source(run, config, trust_code))
         had = len(FolderStore(run).index)
         posterior = recipe.sample(
             run, resume=True, num_draws=asked if draws is None else draws, callbacks=[Announcement(_announce)]
         )
     if len(posterior.store.index) == had:
-        typer.echo(f"it had all its draws: `adammcmc resume {run} --draws N` makes more.")
-    _tell_what_came(posterior, run)
+        say(f"it had all its draws: `adammcmc resume {run} --draws N` makes more.")
+    _tell_what_came(posterior, run, _flag(recipe))
 
 
 @app.command()
@@ -162,6 +175,7 @@ def predict(
     ] = None,
     rows: Annotated[int, typer.Option(min=0, help="How many of the most uncertain examples to show.")] = 10,
     config: Again = None,
+    trust_code: Trust = False,
 ) -> None:
     """Predict with all draws: mean, spread, entropy, mutual information.
 
@@ -171,18 +185,18 @@ def predict(
 
     if output is not None:
         _check_output(output, ".npz", ".csv")
-    recipe, posterior = _opened(run, config)
+    recipe, posterior = _opened(run, config, trust_code)
     examples = _examples(recipe, data)
     if examples is None:
         raise typer.BadParameter("the configuration of the run has no held-out data ([data] `test`): give DATA.")
     prediction = posterior.predict(examples)
     if output is not None:
         write_prediction(output, prediction)
-    typer.echo(summary_line(prediction))
+    say(summary_line(prediction))
     if rows:
         _print(prediction_table(prediction, rows))
     if output is not None:
-        typer.echo(f"all {len(prediction):,} predictions: {output}")
+        say(f"all {len(prediction):,} predictions: {output}")
 
 
 @app.command()
@@ -193,6 +207,7 @@ def diagnose(
         Path | None, typer.Option("--output", "-o", help="A file for the same as .json.", show_default=False)
     ] = None,
     config: Again = None,
+    trust_code: Trust = False,
 ) -> None:
     """Say what was sampled, and whether to trust it.
 
@@ -201,7 +216,7 @@ def diagnose(
     """
     if output is not None:
         _check_output(output, ".json")
-    recipe, posterior = _opened(run, config)
+    recipe, posterior = _opened(run, config, trust_code)
     examples = _examples(recipe, data)
     failure = None
     try:
@@ -212,16 +227,16 @@ def diagnose(
         summary, examples, failure = posterior.summary(), None, error
     if output is not None:
         output.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
-    typer.echo(str(summary))
+    say(str(summary))
     if failure is not None:
-        typer.echo(f"note: the held-out data cannot be predicted: {' '.join(str(failure).split())}")
+        say(f"note: the held-out data cannot be predicted: {' '.join(str(failure).split())}")
     if examples is not None and len(posterior) > 0:
         prediction = posterior.predict(examples)
         if prediction.targets is not None:
             try:
-                typer.echo(f"\n{adammcmc.score(prediction)}")
+                say(f"\n{adammcmc.score(prediction)}")
             except (ValueError, TypeError) as error:  # targets of another form than predictions can be held against
-                typer.echo(f"note: not scored: {' '.join(str(error).split())}")
+                say(f"note: not scored: {' '.join(str(error).split())}")
 
 
 @app.command()
@@ -234,6 +249,7 @@ def report(
     ] = None,
     title: Annotated[str | None, typer.Option(help="Of the page.", show_default=False)] = None,
     config: Again = None,
+    trust_code: Trust = False,
 ) -> None:
     """Write the report: one HTML page that needs no network, the verdict first.
 
@@ -242,7 +258,7 @@ def report(
     """
     if output is not None:
         _check_output(output, ".html")
-    recipe, posterior = _opened(run, config)
+    recipe, posterior = _opened(run, config, trust_code)
     page = run / "report.html" if output is None else output
     examples = _examples(recipe, data) if len(posterior) else None
     try:
@@ -251,8 +267,8 @@ def report(
         if examples is None or data is not None:
             raise
         written = posterior.report(page, title=title)
-        typer.echo(f"note: the held-out data cannot be predicted: {' '.join(str(error).split())}")
-    typer.echo(f"report: {written.resolve().as_uri()}")
+        say(f"note: the held-out data cannot be predicted: {' '.join(str(error).split())}")
+    say(f"report: {written.resolve().as_uri()}")
 
 
 @app.command()
@@ -263,7 +279,7 @@ def schema() -> None:
     """
     from adammcmc.tables import schema_as_toml
 
-    typer.echo(schema_as_toml())
+    say(schema_as_toml())
 
 
 @app.command()
@@ -271,7 +287,7 @@ def cite() -> None:
     """Print BibTeX: the paper, and this software."""
     from adammcmc.citation import bibtex
 
-    typer.echo(bibtex())
+    say(bibtex())
 
 
 @app.command()
@@ -313,9 +329,9 @@ def replicate(
             figure_module(name)
         for name in names:
             document = replicate(name, chosen, folder, jets=jets, workers=workers)
-            typer.echo(f"{document['title']}: {folder / name}.png ({document['command_seconds']:.0f} s)")
+            say(f"{document['title']}: {folder / name}.png ({document['command_seconds']:.0f} s)")
     except KeyboardInterrupt:
-        typer.echo(f"stopped; {folder} keeps the trials that were done. The same command goes on with the others.", err=True)
+        say(f"stopped; {folder} keeps the trials that were done. The same command goes on with the others.", err=True)
         raise typer.Exit(130) from None
 
 
@@ -325,18 +341,31 @@ app.add_typer(jets_app, name="jets")
 # --- what commands share --------------------------------------------------------------------------------------------------
 
 
-def _source(run: Path, config: Path | None) -> Source:
-    from adammcmc.recipe import Source
+def _source(run: Path, config: Path | None, trust_code: bool) -> Source:
+    """What the run remembers, which may come from anybody; or a file that the user names, which says what to import."""
+    from adammcmc.recipe import Source, check_trusted
 
-    return Source.of_run(run) if config is None else Source.of_file(config)
+    if config is not None:
+        return Source.of_file(config)
+    source = Source.of_run(run)
+    if not trust_code:
+        check_trusted(source, run)
+    return source
 
 
-def _opened(run: Path, config: Path | None) -> tuple[Recipe, Posterior]:
+def _flag(recipe: Recipe) -> str:
+    """What the next command needs to open this run."""
+    from adammcmc.recipe import code_of
+
+    return " --trust-code" if code_of(recipe.config) else ""
+
+
+def _opened(run: Path, config: Path | None, trust_code: bool) -> tuple[Recipe, Posterior]:
     """What a run was made from, and its draws."""
     from adammcmc.posterior import Posterior
     from adammcmc.recipe import prepare
 
-    recipe = prepare(_source(run, config))
+    recipe = prepare(_source(run, config, trust_code))
     posterior = Posterior.open(run, recipe.model)
     if not posterior.store.index:
         raise ValueError(f"the run in '{run}' has no draws yet: `adammcmc resume {run}` goes on with it.")
@@ -362,7 +391,7 @@ def _check_output(output: Path, *endings: str) -> None:
 
 
 @contextmanager
-def _stopping(path: Path | None) -> Iterator[None]:
+def _stopping(path: Path | None, flag: str = "") -> Iterator[None]:
     """After Ctrl-C: what is kept in this folder, and how to go on. None: there is none yet."""
     try:
         yield
@@ -373,22 +402,23 @@ def _stopping(path: Path | None) -> Iterator[None]:
                 from adammcmc.store import FolderStore
 
                 number = f"{len(FolderStore(path).index)} draws"
-            typer.echo(f"stopped; {path} keeps {number}. Go on with: adammcmc resume {path}", err=True)
+            say(f"stopped; {path} keeps {number}. Go on with: adammcmc resume {path}{flag}", err=True)
         else:
-            typer.echo("stopped before the first step; nothing is kept.", err=True)
+            say("stopped before the first step; nothing is kept.", err=True)
         raise typer.Exit(130) from None
 
 
 def _announce(target: str) -> None:
-    typer.echo(f"samples {target}")
+    say(f"samples {target}")
 
 
-def _tell_what_came(posterior: Posterior, path: Path) -> None:
+def _tell_what_came(posterior: Posterior, path: Path, flag: str) -> None:
     chains = f"{posterior.num_chains} chain{'s' * (posterior.num_chains > 1)}"
-    typer.echo(f"{len(posterior.store.index):,} draws of {chains}")
+    say(f"{len(posterior.store.index):,} draws of {chains}")
     for chain, health in enumerate(posterior.health()):
-        typer.echo(f"chain {chain}: {health.verdict}")
-    typer.echo(f"draws: {path}. Next: adammcmc diagnose {path}, adammcmc report {path}, adammcmc predict {path}")
+        say(f"chain {chain}: {health.verdict}")
+    following = ", ".join(f"adammcmc {command} {path}{flag}" for command in ("diagnose", "report", "predict"))
+    say(f"draws: {path}. Next: {following}")
 
 
 def _show_forecast(recipe: Recipe, path: Path) -> None:
@@ -396,7 +426,7 @@ def _show_forecast(recipe: Recipe, path: Path) -> None:
     from adammcmc.tables import forecast_lines
 
     for line in forecast_lines(forecast(recipe), recipe, path):
-        typer.echo(line)
+        say(line)
 
 
 def _print(table: object) -> None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from adammcmc.terminal import say
+
 if TYPE_CHECKING:
     import torch
 
@@ -88,8 +90,8 @@ def generate(
     settings = Settings(seed=seed, window=Window(*pt), flat=flat, shard_size=shard_size)
     with _stopping(f"stopped; whole shards are in {folder}, and the same command goes on with the rest."):
         paths = generate(folder, dict.fromkeys(names, jets), settings, workers=workers)
-    typer.echo(f"{jets:,} jets each of {', '.join(names)}: {len(paths)} files in {folder}")
-    typer.echo("Please cite Pythia (arXiv:2203.11601) and FastJet (arXiv:1111.6097) if you publish with them.")
+    say(f"{jets:,} jets each of {', '.join(names)}: {len(paths)} files in {folder}")
+    say("Please cite Pythia (arXiv:2203.11601) and FastJet (arXiv:1111.6097) if you publish with them.")
 
 
 @app.command()
@@ -104,7 +106,7 @@ def convert(
 
     jets = _read(files, max_jets)
     write_jets(output, jets if shuffle is None else jets.shuffled(shuffle))
-    typer.echo(f"{output}: {jets!r}, {output.stat().st_size / len(jets):.0f} bytes a jet")
+    say(f"{output}: {jets!r}, {output.stat().st_size / len(jets):.0f} bytes a jet")
 
 
 @app.command()
@@ -156,9 +158,9 @@ def train(
         tagger = Tagger(settings, device=device, precision=precision.value, compiled=compile)
         tagger.trained_on = mark
     steps = settings.epochs * (number // settings.batch_size)
-    typer.echo(f"training on {train!r}, {steps:,} steps of {settings.batch_size} jets, on {tagger.device}")
+    say(f"training on {train!r}, {steps:,} steps of {settings.batch_size} jets, on {tagger.device}")
     if steps < 100:
-        typer.echo("so few steps train hardly anything: use more --epochs, or a smaller --batch-size.", err=True)
+        say("so few steps train hardly anything: use more --epochs, or a smaller --batch-size.", err=True)
 
     def after(tagger: Tagger, loss: float) -> None:
         tagger.save(run)
@@ -167,13 +169,13 @@ def train(
         if set(kind.tolist()) == {0, 1}:
             scores = tagger.scores(test)
             line += f", on {len(kind):,} held-out jets: accuracy {accuracy(scores, kind)}, AUC {auc(scores, kind)}"
-        typer.echo(line)
+        say(line)
 
     with _stopping(
         f"stopped; {run} has the tagger of its last whole epoch, if there was one: the same command with --resume goes on."
     ):
         tagger.train(train, after_epoch=after)
-    typer.echo(f"{run}: next, `adammcmc jets sample {' '.join(str(f) for f in files)} --run {run}`")
+    say(f"{run}: next, `adammcmc jets sample {' '.join(str(f) for f in files)} --run {run}`")
 
 
 @app.command()
@@ -245,7 +247,7 @@ def sample(
             path=run / "posterior",
             resume=resume,
         )
-    typer.echo(str(posterior))
+    say(str(posterior))
 
 
 @app.command()
@@ -297,11 +299,11 @@ def evaluate(
         what = _streamed(chosen, tagger.training.batch_size, at_once, tagger.device)
         jets, rows = what.heads, torch.arange(what.num_data)
     posterior = tagger.posterior(run / "posterior")
-    typer.echo(str(posterior))
+    say(str(posterior))
     trained, prediction = tagger.scores(what), tagger.predict(posterior, what)
     numbers = evaluate(prediction, jets.kind)
-    typer.echo(f"trained network alone: accuracy {accuracy(trained, jets.kind)}, AUC {auc(trained, jets.kind)}")
-    typer.echo(f"mean over {len(posterior)} draws, {numbers}")
+    say(f"trained network alone: accuracy {accuracy(trained, jets.kind)}, AUC {auc(trained, jets.kind)}")
+    say(f"mean over {len(posterior)} draws, {numbers}")
     write_scores(folder / "scores.csv", jets, prediction, rows=rows, trained=trained)
     (folder / "tagging.json").write_text(as_json(numbers))
     draw_tagging(folder / "tagging.png", prediction, jets)
@@ -309,11 +311,11 @@ def evaluate(
     if elsewhere is not None:
         unseen = tagger.predict(posterior, elsewhere)
         for kind in compare_kinds(prediction, elsewhere, unseen):
-            typer.echo(str(kind))
+            say(str(kind))
         write_scores(folder / "others.csv", elsewhere, unseen, trained=tagger.scores(elsewhere))
         draw_others(folder / "others.png", (jets, prediction), (elsewhere, unseen))
         written += ["others.csv", "others.png"]
-    typer.echo(f"{folder}: {', '.join(written)}")
+    say(f"{folder}: {', '.join(written)}")
 
 
 @contextmanager
@@ -322,7 +324,7 @@ def _stopping(words: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo(words, err=True)
+        say(words, err=True)
         raise typer.Exit(130) from None
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import math
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -38,7 +36,10 @@ class CannotCompile(RuntimeError):
 
 @functools.cache
 def library() -> Any:
-    """The C function, compiled once and kept in the user's cache."""
+    """The C function, compiled once in each process.
+
+    It takes a quarter of a second, and nothing is kept on disk: a library in a cache could be another's, or cut off.
+    """
     source = Path(__file__).with_name("onepass.c")
     compiler = os.environ.get("CC") or next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
     if compiler is None:
@@ -46,34 +47,17 @@ def library() -> Any:
     # torch's own threads, if it has them: two pools of threads would fight for the cores
     threads = next(iter(sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))), None)
     flags = (*_FLAGS, *(("-fopenmp",) if threads is not None else ("-fopenmp-simd",)))
-    about = (source.read_bytes(), str(flags), compiler, platform.machine(), _processor())
-    name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adammcmc"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="adammcmc-"))  # nobody else's
-    file = folder / f"onepass-{name}.so"
-    if not file.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as work:
+        with tempfile.TemporaryDirectory(prefix="adammcmc-") as work:  # of this user alone
             part, whole = Path(work) / "onepass.o", Path(work) / "onepass.so"
-            # linked without -fopenmp: the symbols are those of torch's libgomp, which is loaded below
-            cc = compiler.split()
-            compile_it, link_it = (
-                [*cc, *flags, "-c", str(source), "-o", str(part)],
-                [*cc, "-shared", str(part), "-o", str(whole)],
-            )
-            for command in (compile_it, [*link_it, "-lm"]):
-                try:
-                    done = subprocess.run(command, capture_output=True, text=True, check=False)
-                except OSError as error:
-                    raise CannotCompile(f"{compiler} cannot be run: {error}") from error
-                if done.returncode != 0:
-                    raise CannotCompile(f"{compiler} failed: {done.stderr.strip().splitlines()[-1:]}")
-            whole.replace(file)
-    if threads is not None:
-        ctypes.CDLL(str(threads), mode=ctypes.RTLD_GLOBAL)
-    propose = ctypes.CDLL(str(file)).propose
+            _run([*compiler.split(), *flags, "-c", str(source), "-o", str(part)])
+            # linked without -fopenmp: the symbols are those of torch's libgomp, which is loaded first
+            _run([*compiler.split(), "-shared", str(part), "-o", str(whole), "-lm"])
+            if threads is not None:
+                ctypes.CDLL(str(threads), mode=ctypes.RTLD_GLOBAL)
+            propose = ctypes.CDLL(str(whole)).propose  # stays loaded when its file is gone
+    except OSError as error:  # no such compiler, no place for temporary files, or none whose code may run
+        raise CannotCompile(f"{compiler} cannot be run, or its result cannot be loaded: {error}") from error
     pointer, whole_number = ctypes.c_void_p, ctypes.c_int64
     propose.argtypes = [pointer] * 5 + [whole_number] * 3
     propose.argtypes += [pointer, ctypes.c_uint64, ctypes.c_float, ctypes.c_double, pointer, ctypes.c_int32]
@@ -81,13 +65,10 @@ def library() -> Any:
     return propose
 
 
-def _processor() -> str:
-    """What the code is compiled for: a cache may be carried to another machine."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() + platform.node()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CannotCompile(f"{command[0]} failed: {done.stderr.strip().splitlines()[-1:]}")
 
 
 class _Table(NamedTuple):

@@ -542,7 +542,8 @@ def _opened(leaf: Any) -> Tensor | np.ndarray[Any, Any]:
     if isinstance(leaf, str | Path):
         if not str(leaf).endswith(".npy"):
             raise ValueError(f"a file of data must be an .npy file (it is mapped, not read), got '{leaf}'.")
-        return cast(np.ndarray[Any, Any], np.load(leaf, mmap_mode="r"))
+        # not np.load, which opens archives too, whatever the name
+        return cast(np.ndarray[Any, Any], np.lib.format.open_memmap(leaf, mode="r"))
     if isinstance(leaf, np.ndarray):
         if leaf.dtype == object:
             raise TypeError("an array of the data has dtype object: make its rows equally long, and numbers.")

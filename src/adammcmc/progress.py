@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from adammcmc.terminal import printable
+
 __all__ = ["Bar", "show_bar", "track"]
 
 _T = TypeVar("_T")
@@ -24,7 +26,7 @@ class Bar:
 
     def __init__(self, display: Any, description: str, unit: str = "steps") -> None:
         self._display, self._unit = display, unit
-        self._task = None if display is None else display.add_task(description, total=None, rate="", status="")
+        self._task = None if display is None else display.add_task(printable(description), total=None, rate="", status="")
         self._began: tuple[float, int] | None = None
         self._shown = 0.0
 
@@ -40,7 +42,7 @@ class Bar:
         self._shown = now
         elapsed, count = now - self._began[0], done - self._began[1]
         rate = f"{count / elapsed:.0f} {self._unit}/s" if elapsed > 0 and count > 0 else ""
-        text = "" if status is None else status()
+        text = "" if status is None else printable(status())
         self._display.update(self._task, completed=done, total=total, rate=rate, status=text)
 
 
@@ -57,12 +59,12 @@ def show_bar(description: str, *, show: bool = True, unit: str = "steps") -> Ite
         yield Bar(None, description)
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=10),  # all of it must fit into 80 columns
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[status]}"),
+        TextColumn("{task.fields[status]}", markup=False),
     )
     with Progress(*columns, console=Console(stderr=True)) as display:
         yield Bar(display, description, unit)

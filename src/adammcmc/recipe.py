@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -20,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from adammcmc.archives import check_fits, read_npz
 from adammcmc.callbacks import Callback, Event
 from adammcmc.config import Choice, Config, named_things, read_config, read_text
 from adammcmc.data import as_data, to_device
@@ -35,7 +41,7 @@ from adammcmc.target import Prior
 from adammcmc.tasks import TASKS, Task
 from adammcmc.tuning import BurnIn
 
-__all__ = ["Announcement", "Recipe", "Source", "find", "load_data", "prepare"]
+__all__ = ["Announcement", "Recipe", "Source", "check_trusted", "code_of", "find", "load_data", "prepare"]
 
 _LOSSES: dict[str, Callable[..., Any]] = {
     "cross_entropy": F.cross_entropy,
@@ -258,22 +264,20 @@ def prepare(source: Source) -> Recipe:
 
 
 def find(place: str, name: str, folder: Path) -> Any:
-    """The object `module:attribute`; modules are looked for in the configuration's folder and in the working directory."""
+    """The object `module:attribute`; modules are looked for in the configuration's folder and the working directory first."""
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise ValueError(f"{place} must look like module:attribute, got '{name}'.")
-    for entry in (os.getcwd(), str(folder)):
-        if entry not in sys.path:
-            sys.path.insert(0, entry)
-    importlib.invalidate_caches()
     try:
-        thing = importlib.import_module(module_name)
+        thing: Any = _module(place, module_name, [str(folder), os.getcwd()])
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise ValueError(f"{place}: importing '{module_name}' failed: {error}.") from error
         raise ValueError(
             f"{place}: there is no module '{error.name}' in '{folder}', in '{os.getcwd()}', or among what is installed."
         ) from error
+    except _NameTaken:
+        raise
     except (Exception, SystemExit) as error:
         raise ValueError(f"{place}: importing '{module_name}' failed: {type(error).__name__}: {error}.") from error
     for part in attribute.split("."):
@@ -282,6 +286,57 @@ def find(place: str, name: str, folder: Path) -> Any:
             raise ValueError(f"{place}: '{module_name}' has no '{attribute}': {nearest(part, names)}")
         thing = getattr(thing, part)
     return thing
+
+
+class _NameTaken(ValueError):
+    """A module's name belongs to another."""
+
+
+def _module(place: str, name: str, folders: list[str]) -> ModuleType:
+    """A module of these folders, or an installed one.
+
+    The named module alone takes precedence over what is installed: it is loaded from its file. The folders themselves come last
+    on `sys.path`, for what it imports, so that a file such as html.py beside it does not replace a module that others need.
+    """
+    sys.path += [folder for folder in folders if folder not in sys.path]
+    importlib.invalidate_caches()
+    first = name.partition(".")[0]
+    spec = PathFinder.find_spec(first, folders)
+    if spec is None or spec.origin is None or spec.loader is None:  # not there, or only a folder of that name
+        return importlib.import_module(name)
+    known = sys.modules.get(first)
+    where = getattr(known, "__file__", None)
+    if first in sys.stdlib_module_names:
+        raise _NameTaken(f"{place}: '{spec.origin}' has the name of a module of Python itself: rename it.")
+    if known is not None and (where is None or os.path.realpath(where) != os.path.realpath(spec.origin)):
+        raise _NameTaken(f"{place}: '{spec.origin}' has the name of a module that is in use, '{where}': rename it.")
+    if known is None:
+        module = sys.modules[first] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[first]
+            raise
+    return importlib.import_module(name)
+
+
+def code_of(config: Config) -> list[str]:
+    """What a configuration imports: each `module:attribute` that it names."""
+    files = [
+        what for given in (config.data.train, config.data.test) for what in ([given] if isinstance(given, str) else given or ())
+    ]
+    sampler = None if config.sampler is None else config.sampler.name
+    named = [config.model.name, config.loss.name, sampler, *(name for name in files if not name.endswith(_ARRAYS))]
+    return list(dict.fromkeys(name for name in named if name is not None and ":" in name))
+
+
+def check_trusted(source: Source, run: Path) -> None:
+    """A run whose configuration imports nothing; for another the caller must have been told to."""
+    if names := code_of(read_config(source.text, source.changes)):
+        raise ValueError(
+            f"the run in '{run}' imports code: {', '.join(names)}, from '{source.folder}' or what is installed. Add "
+            "--trust-code if you trust who made it, or --config with a TOML file of yours."
+        )
 
 
 def _called(place: str, thing: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -399,13 +454,12 @@ def _arrays(file: Path, place: str, keys: list[str] | None, needs_targets: bool)
     if not file.is_file():
         raise FileNotFoundError(f"{place}: there is no file '{file}'.")
     try:
-        loaded = np.load(file, mmap_mode="r" if file.suffix == ".npy" else None)
-        if isinstance(loaded, np.ndarray):
-            arrays = [loaded]
+        arrays: list[np.ndarray[Any, Any]]
+        if file.suffix == ".npy":
+            arrays = [np.lib.format.open_memmap(file, mode="r")]
         else:
-            with loaded:
-                arrays = [loaded[name] for name in _chosen(list(loaded.files), keys, needs_targets)]
-    except (OSError, EOFError) as error:
+            arrays = [array for _, array in read_npz(file, lambda names: _chosen(names, keys, needs_targets))]
+    except (OSError, EOFError, BadZipFile, zlib.error, NotImplementedError, OverflowError) as error:
         raise ValueError(f"{place}: '{file}' cannot be read: {error}.") from error
     except ValueError as error:
         raise ValueError(f"{place}: '{file}': {error}") from error
@@ -441,6 +495,7 @@ def _converted(array: np.ndarray[Any, Any], dtype: torch.dtype, *, stays_whole: 
     if stays_whole and array.dtype.kind in "iub":
         wanted = np.dtype(np.int64)
     if array.dtype != wanted:
+        check_fits(array.size * wanted.itemsize, f"an array of shape {array.shape} as {wanted}")
         array = array.astype(wanted)
     if dtype == torch.bfloat16 and array.dtype.kind == "f":
         return torch.from_numpy(np.ascontiguousarray(array)).to(dtype)

@@ -259,11 +259,14 @@ class Gaussian(Prior):
     def fan_in(cls, model: nn.Module, gain: float = 1.0, bias_scale: float = 1.0) -> Gaussian:
         """Scale gain / sqrt(fan-in) for tensors of two or more axes, `bias_scale` for vectors and scalars.
 
+        A tensor without weights, such as that of `nn.Linear(0, 3)`, has the scale `gain`, on which nothing depends.
+
         Example:
             >>> Gaussian.fan_in(nn.Linear(4, 8), gain=2.0).scale
             (1.0, 1.0)
         """
-        scales = tuple(gain / math.sqrt(p[0].numel()) if p.dim() > 1 else bias_scale for _, p in _trainable(model))
+        fans = [math.prod(p.shape[1:]) if p.dim() > 1 else None for _, p in _trainable(model)]
+        scales = tuple(bias_scale if fan is None else gain / math.sqrt(max(1, fan)) for fan in fans)
         return cls(scales, tuple((id(p), p.shape) for _, p in _trainable(model)))
 
     def _scales(self, num_tensors: int) -> tuple[float, ...]:

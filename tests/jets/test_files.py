@@ -477,6 +477,18 @@ def test_the_event_of_the_second_file_counts_from_its_own_first(tmp_path: Path) 
         read_jets(tmp_path)
 
 
+def test_one_jet_of_many_particles_does_not_take_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of jets of uneven length a rectangle is made on the way, as wide as the longest."""
+    for suffix in (".root", ".energyflow.npz"):
+        path = made(tmp_path, suffix)
+        widest = int(JETS.counts.max())
+        monkeypatch.setattr("adammcmc.archives.free_memory", lambda widest=widest: 25 * 200 * widest - 1)
+        with pytest.raises(MemoryError, match=rf"25 jets with places for {widest} particles would take"):
+            list(stream_jets(path))
+        monkeypatch.setattr("adammcmc.archives.free_memory", lambda widest=widest: 25 * 200 * widest)
+        assert len(list(stream_jets(path))) == 1
+
+
 # --- writing: whole or not at all -------------------------------------------------------------------------------------
 
 

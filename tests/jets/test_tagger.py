@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from adammcmc import Posterior
+from adammcmc import Posterior, encoding
 from adammcmc.encoding import encode
 from adammcmc.jets import Jets, bundled, cloud_of, read_jets
 from adammcmc.jets.tagger import Tagger, Training
@@ -174,6 +174,32 @@ def test_a_truncated_tagger_is_told_of(tagger: Tagger, tmp_path: Path) -> None:
             ValueError, match=r"tagger\.safetensors' cannot be read .*is it a tagger of this library, and whole"
         ):
             Tagger.load(tmp_path)
+
+
+def test_a_flipped_bit_is_noticed_wherever_it_is(tagger: Tagger, tmp_path: Path) -> None:
+    """In the weights too, where any bits are numbers."""
+    if not hasattr(encoding, "checksum"):
+        pytest.skip("files of states have no checksum")
+    path = tagger.save(tmp_path)
+    content = path.read_bytes()
+    places = torch.randint(8 * len(content), (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    for place in [*range(8 * 8, 8 * 48, 7), *places]:  # the head begins with the checksum itself
+        damaged = bytearray(content)
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"tagger\.safetensors' cannot be read"):
+            Tagger.load(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("key", ["adam", "net", "steps", "epochs", "training", "trained_on"])
+@pytest.mark.parametrize("value", [1.5, "x", torch.zeros(3), [[1]], {"state": 1.5, "param_groups": []}])
+def test_a_state_of_other_types_is_told_of(tagger: Tagger, tmp_path: Path, key: str, value: Any) -> None:
+    path = tagger.save(tmp_path)
+    if key == "trained_on" and value == "x":
+        value = 3
+    encoding.write_state(path, encoding.read_state(path) | {key: value}, "a tagger of adammcmc")
+    with pytest.raises(ValueError, match=r"(?s)cannot be read .*is it a tagger of this library"):
+        Tagger.load(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from adammcmc.archives import check_fits, read_npz
 from adammcmc.jets.data import KINDS, Jets, jets_from_p4
+from adammcmc.jets.hdf5 import PandasTable, TableError, open_table
 from adammcmc.whole import whole
 
 __all__ = ["JetFileError", "read_jets", "stream_jets", "write_jets"]
@@ -42,12 +44,22 @@ def read_jets(paths: str | Path | Sequence[str | Path], max_jets: int | None = N
     """
     files = jet_files(paths)
     if max_jets is None:
-        return Jets.cat(stream_jets(files))
+        return Jets.cat(_fitting(stream_jets(files)))
     if max_jets < 1:
         raise ValueError(f"`max_jets` must be positive, got {max_jets}.")
     whole, rest = divmod(max_jets, len(files))
     shares = [whole + (i < rest) for i in range(len(files))]
-    return Jets.cat(part for path, share in zip(files, shares, strict=True) if share for part in _first(path, share))
+    parts = (part for path, share in zip(files, shares, strict=True) if share for part in _first(path, share))
+    return Jets.cat(_fitting(parts))
+
+
+def _fitting(parts: Iterable[Jets]) -> Iterator[Jets]:
+    """The same, as long as there is memory to put them together: a small file may expand to any number of jets."""
+    held = 0
+    for part in parts:
+        held += sum(x.nbytes for x in (part.counts, part.particles, part.jet, part.kind))
+        check_fits(held, "the jets read so far")  # once more, beside the parts
+        yield part
 
 
 def _first(path: Path, number: int) -> Iterator[Jets]:
@@ -162,27 +174,27 @@ _MOMENTA = ("PX_", "PY_", "PZ_")
 
 
 def _read_reference(path: Path, chunk: int) -> Iterator[Jets]:
-    pandas = _need("pandas")
-    _need("tables")
-    with pandas.HDFStore(path, "r") as store:
-        if "/table" not in store.keys():  # noqa: SIM118  (a store iterates over its keys, but `in` asks for more)
-            raise JetFileError(f"'{path}' has no table 'table'. It holds: {', '.join(store.keys()) or 'nothing'}.")
-        total = store.get_storer("table").nrows
-        if total is None:
-            raise JetFileError(f"'{path}': 'table' is not in pandas' table format, so that it cannot be read in chunks.")
-        columns: list[str] = []
-        for start in range(0, total, chunk):
-            frame = store.select("table", start=start, stop=min(start + chunk, total))
-            if not columns:
-                width = max((int(name[3:]) + 1 for name in map(str, frame.columns) if name[:3] in _MOMENTA), default=1)
-                columns = [f"{name}_{i}" for i in range(width) for name in ("E", "PX", "PY", "PZ")]
-                _require(path, [*columns, "is_signal_new"], frame.columns)
-            p4 = torch.from_numpy(frame[columns].to_numpy(np.float32).reshape(len(frame), -1, 4).copy())
-            label = frame["is_signal_new"].to_numpy(np.float64)
-            if not np.isin(label, (0, 1)).all():
-                event = start + int(np.argmin(np.isin(label, (0, 1))))
-                raise JetFileError(f"'{path}': is_signal_new of event {event} is neither 0 nor 1.")
-            yield jets_from_p4(p4, torch.from_numpy(label.astype(np.int64)))
+    try:
+        with open_table(path, _need) as table:
+            yield from _reference_jets(path, table, chunk)
+    except TableError as error:
+        raise JetFileError(f"'{path}' {error}") from error
+
+
+def _reference_jets(path: Path, table: PandasTable, chunk: int) -> Iterator[Jets]:
+    width = max((int(name[3:]) + 1 for name in table.columns if name[:3] in _MOMENTA), default=1)
+    width = max(1, min(width, len(table.columns)))  # a name may claim any number
+    columns = [f"{name}_{i}" for i in range(width) for name in ("E", "PX", "PY", "PZ")]
+    _require(path, [*columns, "is_signal_new"], table.columns)
+    start = 0
+    for rows in table.rows(chunk):
+        p4 = torch.from_numpy(table.values(rows, columns, np.float32).reshape(len(rows), -1, 4))
+        label = table.values(rows, ["is_signal_new"], np.float64)[:, 0]
+        if not np.isin(label, (0, 1)).all():
+            event = start + int(np.argmin(np.isin(label, (0, 1))))
+            raise JetFileError(f"'{path}': is_signal_new of event {event} is neither 0 nor 1.")
+        start += len(rows)
+        yield jets_from_p4(p4, torch.from_numpy(label.astype(np.int64)))
 
 
 _JETCLASS = {
@@ -208,7 +220,8 @@ def _read_jetclass(path: Path, chunk: int) -> Iterator[Jets]:
         tree = file["tree"]
         _require(path, [*momenta, *_JETCLASS], tree.keys())
         start = 0
-        for part in tree.iterate([*momenta, *_JETCLASS], step_size=chunk):
+        # a file may carry aliases, which are expressions that uproot would evaluate
+        for part in tree.iterate([*momenta, *_JETCLASS], step_size=chunk, aliases={}):
             numbers = [np.asarray(ak.num(part[name])) for name in momenta]
             uneven = np.any([n != numbers[0] for n in numbers], 0)
             if uneven.any():
@@ -216,6 +229,7 @@ def _read_jetclass(path: Path, chunk: int) -> Iterator[Jets]:
                 raise JetFileError(f"'{path}': event {event} has unequal numbers of {', '.join(momenta)}.")
             start += len(part)
             width = max(1, int(ak.max(ak.num(part["part_px"]), initial=1)))
+            _check_rectangle(path, len(part), width)
             columns = [ak.to_numpy(ak.fill_none(ak.pad_none(part[name], width), 0.0)) for name in momenta]
             p4 = torch.from_numpy(np.stack(columns, -1).astype(np.float32))
             kind = torch.full((len(p4),), -1)
@@ -225,23 +239,37 @@ def _read_jetclass(path: Path, chunk: int) -> Iterator[Jets]:
             yield jets_from_p4(p4, kind)
 
 
+def _check_rectangle(path: Path, jets: int, width: int) -> None:
+    """One jet of very many particles makes all of its chunk as wide: some 200 bytes for each place, on the way."""
+    check_fits(200 * jets * width, f"'{path}': {jets:,} jets with places for {width:,} particles")
+
+
+_OURS = ("n", "log_pt", "deta", "dphi", "jet", "kind", "scale")
+_GROWTH = 16.0  # a particle has 6 bytes in our code, 16 as jets, and some 90 on the way
+
+
 def _read_npz(path: Path, chunk: int) -> Iterator[Jets]:
-    with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-        if "X" in file.files:
-            yield from _read_energyflow(path, file, chunk)
-            return
-        _require(path, ("n", "log_pt", "deta", "dphi", "jet", "kind", "scale"), file.files)
-        yield _decoded(path, dict(file))
+    def choose(names: list[str]) -> tuple[str, ...]:
+        wanted = ("X", "y") if "X" in names else _OURS
+        _require(path, wanted, names)
+        return wanted
+
+    arrays = dict(read_npz(path, choose))
+    if "X" in arrays:
+        yield from _read_energyflow(path, arrays, chunk)
+        return
+    check_fits(int(_GROWTH * sum(array.nbytes for array in arrays.values())), f"'{path}'")
+    yield _decoded(path, arrays)
 
 
-def _read_energyflow(path: Path, file: Any, chunk: int) -> Iterator[Jets]:
+def _read_energyflow(path: Path, arrays: dict[str, np.ndarray[Any, Any]], chunk: int) -> Iterator[Jets]:
     """pT, rapidity, phi and a code of each particle, zero padded; y is 1 for quarks, 0 for gluons. Taken as massless."""
-    _require(path, ("X", "y"), file.files)
-    momenta, labels = file["X"], file["y"]
+    momenta, labels = arrays["X"], arrays["y"]
     if momenta.ndim != 3 or momenta.shape[2] < 3 or len(labels) != len(momenta):
         raise JetFileError(
             f"'{path}': X must be (jets, particles, 3 or more) and y (jets,), got {momenta.shape}, {labels.shape}."
         )
+    _check_rectangle(path, min(chunk, len(momenta)), momenta.shape[1])
     for start in range(0, len(momenta), chunk):
         pt, eta, phi = torch.from_numpy(momenta[start : start + chunk, :, :3].astype(np.float64)).unbind(-1)
         p4 = torch.stack([pt * eta.cosh(), pt * phi.cos(), pt * phi.sin(), pt * eta.sinh()], -1)
@@ -257,6 +285,7 @@ def _read_parquet(path: Path, chunk: int) -> Iterator[Jets]:
         if scale is None:
             raise JetFileError(f"'{path}' is not a file of ours: its metadata have no 'scale'.")
         for batch in file.iter_batches(batch_size=chunk):
+            check_fits(int(_GROWTH * batch.nbytes), f"'{path}'")
             lists = {name: batch.column(name) for name in ("log_pt", "deta", "dphi", "jet")}
             code = {name: column.flatten().to_numpy() for name, column in lists.items()}
             code["n"] = np.diff(lists["log_pt"].offsets.to_numpy())

@@ -270,7 +270,9 @@ class Tagger:
             tagger.adam.load_state_dict(state["adam"])
             tagger.steps, tagger.epochs, tagger._random = state["steps"], state["epochs"], state["random"]
             tagger.trained_on, tagger._next_batch = state["trained_on"], state["next_batch"]
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            if not (isinstance(tagger.steps, int) and isinstance(tagger.epochs, int) and isinstance(tagger.trained_on, str)):
+                raise TypeError("`steps` and `epochs` must be integers, and `trained_on` a text")
+        except (OSError, SafetensorError, LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"'{path}' cannot be read ({error}): is it a tagger of this library, and whole?") from error
         return tagger
 
