@@ -309,6 +309,27 @@ MUTANTS = [
         "tests/jets/test_generate.py",
     ),
     Mutant(
+        "the mean noise for every draw of the mixture",
+        "calibration.py",
+        "means, variances = prediction.raw, prediction.raw_variances",
+        "means, variances = prediction.raw, prediction.aleatoric.expand_as(prediction.raw)",
+        "tests/test_calibration.py",
+    ),
+    Mutant(
+        "a probe that leaves its random numbers behind",
+        "predictive.py",
+        "torch.set_rng_state(before[0])",
+        "pass",
+        "tests/test_predictive.py",
+    ),
+    Mutant(
+        "chains from one start called sound",
+        "posterior.py",
+        "one_start = starts is None or len({starts[c] for c in chains}) == 1",
+        "one_start = False",
+        "tests/test_summary.py",
+    ),
+    Mutant(
         "DeLong's error without the background's part",
         "calibration.py",
         "variance = _variance_of_mean(of_ones) + _variance_of_mean(of_zeros)",

@@ -20,6 +20,7 @@ from adammcmc.calibration import ClassScores, ValueScores
 from adammcmc.data import as_data
 from adammcmc.likelihood import GaussianNLL, Likelihood
 from adammcmc.predictive import Prediction, predict
+from adammcmc.tables import summary_line
 
 N = 400
 
@@ -391,8 +392,15 @@ def test_scores_of_values_with_noise(raw: bool) -> None:
     assert found.rmse.value == pytest.approx(float((means.mean(0) - y).square().mean().sqrt()))
     mixture = torch.distributions.Normal(means, noise).log_prob(y).sum(2).logsumexp(0) - math.log(50)
     moments = torch.distributions.Normal(means.mean(0), (noise**2 + means.var(0, correction=0)).sqrt()).log_prob(y).sum(1)
-    assert found.nll is not None
-    assert found.nll.value == pytest.approx(-float((mixture if raw else moments).mean()))
+    assert found.nll_mixture is not None
+    assert found.nll_gaussian is not None
+    assert found.nll_mixture.value == pytest.approx(-float(mixture.mean()))
+    assert found.nll_mixture.error == pytest.approx(float(mixture.std() / len(y) ** 0.5))
+    assert found.nll_gaussian.value == pytest.approx(-float(moments.mean()))
+    assert found.nll_gaussian.error == pytest.approx(float(moments.std() / len(y) ** 0.5))
+    assert found.nll == (found.nll_mixture if raw else found.nll_gaussian)
+    assert f"{found.nll_mixture} nats, of the mixture" in str(found)
+    assert f"{found.nll_gaussian} nats, with the mean and variance" in str(found)
 
 
 def test_verdicts_on_values() -> None:
@@ -407,7 +415,7 @@ def test_verdicts_on_values() -> None:
     without = adammcmc.score(prediction(means, Likelihood("values"), y))
     assert isinstance(without, ValueScores)
     assert not without.includes_noise
-    assert without.nll is None
+    assert without.nll is without.nll_mixture is without.nll_gaussian is None
     assert without.coverage[2].share < 0.8
     assert "without the noise" in str(without)
 
@@ -418,6 +426,56 @@ def test_noise_that_the_network_predicts() -> None:
     known = adammcmc.score(prediction(means, Likelihood("gaussian", noise), y))
     found = adammcmc.score(prediction(outputs, GaussianNLL(None).likelihood, y))
     assert found == known
+
+
+def two_draws(n: int = 4000) -> tuple[Tensor, Tensor]:
+    """Outputs of a sharp and a wide draw that predict their own noise, and targets from their mixture."""
+    g = generator(5)
+    mean = torch.randn(2, n, 1, generator=g, dtype=torch.float64)
+    deviation = torch.tensor([0.1, 2.0], dtype=torch.float64)[:, None, None].expand_as(mean)
+    which = torch.randint(2, (n,), generator=g)
+    rows = torch.arange(n)
+    y = mean[which, rows] + deviation[which, rows] * torch.randn(n, 1, generator=g, dtype=torch.float64)
+    return torch.cat([mean, 2 * deviation.log()], 2), y
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_every_draw_has_its_own_noise_in_the_mixture(raw: bool) -> None:
+    outputs, y = two_draws()
+    given = prediction(outputs, GaussianNLL(None).likelihood, y, raw=raw)
+    found = adammcmc.score(given)
+    means, deviations = outputs[..., :1], (0.5 * outputs[..., 1:]).exp()
+    mixture = torch.distributions.Normal(means, deviations).log_prob(y).sum(2).logsumexp(0) - math.log(2)
+    torch.testing.assert_close(given.log_density(), mixture, rtol=1e-12, atol=1e-12)
+    assert isinstance(found, ValueScores)
+    assert found.nll_mixture is not None
+    assert found.nll_mixture.value == pytest.approx(-float(mixture.mean()), abs=1e-12)
+    assert found.nll_gaussian is not None
+    assert found.nll_gaussian.value > found.nll_mixture.value + 0.3
+    both = f"negative log likelihood {found.nll_mixture}, negative log likelihood of a Gaussian {found.nll_gaussian}"
+    assert summary_line(given).endswith(both)
+    if raw:
+        torch.testing.assert_close(given.raw_variances, deviations.square())
+        assert all(abs(one.share - one.level) < 4.5 * one.error for one in found.coverage)
+        below = torch.distributions.Normal(means, deviations).cdf(y).mean(0)
+        inside = ((2 * below - 1).abs() <= 0.5).double().mean()
+        assert found.coverage[0].share == pytest.approx(float(inside))
+    else:
+        assert given.raw_variances is None
+
+
+def test_other_targets_than_those_of_the_data() -> None:
+    outputs, y = two_draws(200)
+    likelihood = GaussianNLL(None).likelihood
+    whole = adammcmc.score(prediction(outputs, likelihood, y, raw=True))
+    assert adammcmc.score(prediction(outputs, likelihood, raw=True), y) == whole
+    streamed = prediction(outputs, likelihood, y)
+    later = adammcmc.score(streamed, y + 1)
+    assert isinstance(later, ValueScores)
+    assert later.nll_mixture is None
+    assert later.nll_gaussian is not None
+    with pytest.raises(ValueError, match="raw=True"):
+        streamed.log_density(y + 1)
 
 
 def test_data_from_outside() -> None:

@@ -73,12 +73,14 @@ def test_the_first_lines_of_the_readme(names: dict[str, Any], capsys: pytest.Cap
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_page_on_posteriors(names: dict[str, Any]) -> None:
-    one_call, algorithm_1, _, by_hand, band, callbacks = blocks("docs/posterior.md")
+    one_call, algorithm_1, _, by_hand, band, tuned, callbacks = blocks("docs/posterior.md")
     run(one_call, names)
     assert names["p"].mutual_information.shape == (20,)
     assert len(names["posterior"]) == 40
     run(by_hand, names)
     assert all(torch.equal(value, names["posterior"][9][key]) for key, value in names["model"].state_dict().items())
+    run(tuned, names)
+    assert names["again"].settings(0)["step_size"] == names["posterior"].settings(0)["step_size"]
     run(algorithm_1, names)
     assert "AdamMCMC (Algorithm 1)" in names["posterior"].target
     run(band.replace("model.log_prob(x).exp()", "model(x).exp()").replace("grid", "inputs"), names)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import adammcmc
 from adammcmc import GaussianNLL, Likelihood
 from adammcmc.likelihood import Loss, likelihood_of
 
@@ -45,7 +46,7 @@ def test_known_losses_say_what_outputs_mean(loss: object, name: str) -> None:
 
 def test_gaussian_losses_carry_their_noise() -> None:
     assert likelihood_of(GaussianNLL(0.3)) == Likelihood("gaussian", 0.3)
-    assert likelihood_of(GaussianNLL(None)) == Likelihood("gaussian", None)
+    assert likelihood_of(GaussianNLL()) == likelihood_of(GaussianNLL(None)) == Likelihood("gaussian", None)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,79 @@ def test_gaussian_nll_is_the_normal_density() -> None:
     log_variance = torch.randn(5, 2)
     wanted = -torch.distributions.Normal(mean, (0.5 * log_variance).exp()).log_prob(target).sum(1)
     torch.testing.assert_close(GaussianNLL(None)(torch.cat([mean, log_variance], 1), target), wanted)
+
+
+VALUES = torch.randn(12, generator=torch.Generator().manual_seed(1))
+ONE = VALUES[:, None]
+REFUSED: dict[str, tuple[object, int, Tensor, type[Exception], str]] = {
+    "torch's Gaussian": (nn.GaussianNLLLoss(), 2, ONE, TypeError, r"`GaussianNLLLoss` takes variances.*GaussianNLL\(\)"),
+    "a partial of it": (functools.partial(F.gaussian_nll_loss, full=True), 2, ONE, TypeError, r"GaussianNLL\(\)"),
+    "a class": (nn.MSELoss, 1, ONE, TypeError, r"the class MSELoss: pass MSELoss\(\.\.\.\)"),
+    "two outputs, one target": (F.mse_loss, 2, ONE, ValueError, r"different shapes, \(12, 2\) and \(12, 1\)"),
+    "the same, wrapped": (lambda o, y: F.l1_loss(o, y), 2, ONE, ValueError, r"different shapes, \(12, 2\) and"),
+    "model and batch": (
+        lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        2,
+        ONE,
+        ValueError,
+        r"different shapes, \(12, 2\)",
+    ),
+    "every pair": (
+        F.huber_loss,
+        1,
+        VALUES,
+        ValueError,
+        r"every output with every target: outputs \(12, 1\) and targets \(12,\)",
+    ),
+    "every pair, mean": (
+        lambda o, y: (o - y).square().mean(),
+        1,
+        VALUES,
+        ValueError,
+        r"every output with every target: outputs \(12, 1\)",
+    ),
+    "logits as log probabilities": (F.nll_loss, 3, Y, ValueError, "needs log probabilities.*F.cross_entropy"),
+    "logits as probabilities": (F.binary_cross_entropy, 1, ONE.sign().relu(), ValueError, "binary_cross_entropy_with_logits"),
+    "more arguments": (F.margin_ranking_loss, 1, ONE, ValueError, "wrap it in a function of these two"),
+    "means alone": (GaussianNLL(), 1, ONE, ValueError, r"give the noise: GaussianNLL\(0\.1\)"),
+    "two means alone": (GaussianNLL(), 2, torch.stack([VALUES, VALUES], 1), ValueError, r"give the noise: GaussianNLL\(0\.1\)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_losses_that_would_mean_something_else_are_refused(case: str) -> None:
+    loss, num_outputs, targets, error, words = REFUSED[case]
+    with pytest.raises(error, match=words):
+        Loss(loss).try_out(nn.Linear(3, num_outputs), (X, targets))  # type: ignore[arg-type]
+
+
+def pinball(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Two quantiles of one target: broadcasting is meant."""
+    gap = targets - outputs
+    return torch.maximum(torch.tensor([0.1, 0.9]) * gap, torch.tensor([-0.9, -0.1]) * gap).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "model", "targets"),
+    [
+        (pinball, nn.Linear(3, 2), VALUES[:, None]),
+        (lambda o, y: (o.squeeze(1) - y).square().mean(), nn.Linear(3, 1), VALUES),
+        (F.nll_loss, nn.Sequential(nn.Linear(3, 3), nn.LogSoftmax(1)), Y),
+        (F.poisson_nll_loss, nn.Linear(3, 1), VALUES[:, None].abs().round()),
+        (GaussianNLL(), nn.Linear(3, 2), VALUES[:, None]),
+    ],
+)
+def test_losses_that_are_meant_as_they_are_pass(loss: object, model: nn.Module, targets: Tensor) -> None:
+    assert Loss(loss).try_out(model, (X, targets)).isfinite().all()  # type: ignore[arg-type]
+
+
+def test_the_target_says_that_positions_are_averaged() -> None:
+    outputs = nn.Sequential(nn.Linear(3, 6), nn.Unflatten(1, (2, 3)))
+    options = {"num_draws": 2, "gap": 2, "burn_in": 300, "progress": False}
+    several = adammcmc.sample(outputs, (X, torch.stack([Y, Y, Y], 1) % 2), F.cross_entropy, **options)  # type: ignore[arg-type]
+    assert several.target.endswith("| exact | loss of an example: the mean of its 3 (a loss that sums them weighs all)")
+    one = adammcmc.sample(MODEL, (X, Y), F.cross_entropy, **options)  # type: ignore[arg-type]
+    assert one.target.endswith("| exact")
 
 
 def test_trying_out_leaves_no_trace() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import adammcmc
 from adammcmc import GaussianNLL, Likelihood, Posterior, predictive, uncertainty
+from adammcmc.likelihood import Loss
 from adammcmc.store import MemoryStore
 
 X = torch.randn(37, 4, generator=torch.Generator().manual_seed(0))
@@ -354,3 +356,75 @@ print(max(levels[100:200]) / 2**20, max(levels[900:]) / 2**20, (status("VmHWM") 
     assert count == 1000
     assert late < early + 30
     assert predicting < 300
+
+
+# --- what is written down with each draw -------------------------------------------------------------------------------------
+
+
+class Shaken(nn.Module):
+    """Draws random numbers in evaluation mode as well, and counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.inner(x) + 1e-3 * torch.randn(3)
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Tanh(), nn.Linear(5, 3))
+
+
+def short_run(model: nn.Module, loss: Any = F.cross_entropy, **options: Any) -> Posterior:
+    algorithm_1 = partial(adammcmc.AdamMCMC, lr=1e-2, sigma=1e-2, sigma_along=2.0)
+    few = {"num_draws": 4, "gap": 3, "burn_in": 0, "batch_size": 16, "progress": False}
+    data = (X, Y)
+    return adammcmc.sample(model, data, loss, **{**few, "sampler": algorithm_1, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_draw_carries_its_predictions_at_training_inputs(stacked: bool) -> None:
+    p = short_run(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).eval(), batch_size=None,
+                  num_chains=2, stacked=stacked)  # fmt: skip
+    raw = p.predict(X[:8], raw=True).raw
+    assert raw is not None
+    thinned = raw.flatten(1)[:, torch.linspace(0, 23, 16).round().long()]
+    torch.testing.assert_close(torch.tensor([r["probe"] for r in p.index]), thinned, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("make", [layers, Shaken])
+def test_the_chain_does_not_notice_the_probe(make: Any, stacked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    model = make()
+    watched = short_run(model, num_chains=2, stacked=stacked)
+    assert all(len(record["probe"]) == 16 for record in watched.index)
+    monkeypatch.setattr(predictive.Probe, "make", lambda *args: None)
+    alone = short_run(model, num_chains=2, stacked=stacked)
+    assert all("probe" not in record for record in alone.index)
+    for one, other in zip(watched, alone, strict=True):
+        assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def test_a_loss_of_model_and_batch_is_probed_by_its_losses() -> None:
+    def of_examples(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    model = nn.Linear(4, 3)
+    p = short_run(model, of_examples, batch_size=None)
+    model.load_state_dict(p[3])
+    wanted = of_examples(model, (X[:8], Y[:8])).detach()
+    torch.testing.assert_close(torch.tensor(p.index[3]["probe"]), wanted, rtol=2e-5, atol=1e-6)
+    means = short_run(nn.Linear(4, 3), lambda model, batch: of_examples(model, batch).mean())
+    assert "probe" not in means.index[0]
+
+
+def test_a_model_that_steers_by_its_values_is_probed_draw_by_draw() -> None:
+    model = Steered()
+    probe = predictive.Probe(model, (X, Y), Loss(F.cross_entropy), Likelihood("categorical"))
+    stacked = {name: torch.stack([x, 2 * x]) for name, x in model.state_dict().items()}
+    assert probe.stacked(stacked) == [probe({name: x[c] for name, x in stacked.items()}) for c in range(2)]

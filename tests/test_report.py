@@ -191,6 +191,8 @@ def test_regression_shows_coverage(tmp_path: Path) -> None:
     path = posterior.report(tmp_path / "values.html", (x, y), progress=False)
     words = Page(path.read_text()).words
     assert "Do the intervals hold what they promise?" in words
+    assert "negative log likelihood" in words
+    assert "the same of one Gaussian" in words
     assert (tmp_path / "values_figures" / "coverage.svg").exists()
 
 

@@ -52,9 +52,9 @@ def kinds(summary: Summary) -> list[str]:
 @pytest.fixture(scope="module")
 def sound() -> Posterior:
     torch.manual_seed(0)
-    return sample(
-        nn.Linear(2, 2), sampler=partial(adammcmc.MALA, step_size=0.03), num_draws=250, gap=6, burn_in=150, stacked=True
-    )
+    mala = partial(adammcmc.MALA, step_size=0.03)
+    starts = [nn.Linear(2, 2).state_dict() for _ in range(4)]
+    return sample(nn.Linear(2, 2), sampler=mala, initial=starts, num_draws=250, gap=6, burn_in=150, stacked=True)
 
 
 def test_a_sound_run(sound: Posterior) -> None:
@@ -166,6 +166,60 @@ def test_chains_that_disagree_are_named() -> None:
     assert summary.rows[2].verdict == "chains disagree"
 
 
+def test_chains_from_one_start_are_not_called_sound(sound: Posterior) -> None:
+    few = {"sampler": partial(adammcmc.MALA, step_size=0.03), "num_chains": 2, "num_draws": 6, "gap": 2, "burn_in": 0}
+    together = sample(nn.Linear(2, 2), **few)
+    assert "one start" in kinds(together.summary())
+    assert "all chains started at the same weights" in together.summary().verdict
+    assert "one start" not in kinds(together.chain(1).summary())
+    here = nn.Linear(2, 2).state_dict()
+    assert "one start" in kinds(sample(nn.Linear(2, 2), initial=[here, here], **few).summary())
+    assert "one start" not in kinds(sample(nn.Linear(2, 2), initial=[here, nn.Linear(2, 2).state_dict()], **few).summary())
+    manifest = sound.store.manifest
+    starts = manifest.pop("starts")  # as an older version left it
+    try:
+        assert kinds(sound.summary(HELD_OUT)) == ["one start"]
+        assert sound.summary(HELD_OUT).grade == "undecided"
+    finally:
+        manifest["starts"] = starts
+
+
+def test_predictions_at_training_inputs_are_judged_without_inputs(sound: Posterior) -> None:
+    rows = {row.name: row for row in sound.summary().rows}
+    row = rows["predictions at training inputs"]
+    values = sound.predict(X[:8], raw=True).raw
+    assert values is not None
+    values = values.flatten(1).reshape(4, 250, 16).double()
+    assert row.is_judged
+    assert row.count == 16
+    assert row.ess_bulk == pytest.approx(float(diagnostics.ess_bulk(values).min()), rel=0.02)  # six digits were written down
+    assert row.rhat == pytest.approx(float(diagnostics.rhat(values).max()), abs=1e-3)
+    worth = min(row.ess_bulk, float(diagnostics.ess_bulk(sound.trace("potential"))))
+    assert f"1000 draws of 4 chains, worth about {worth:.0f} independent draws (" in str(sound)
+
+
+def test_predictions_that_are_worth_few_draws_end_the_praise(sound: Posterior) -> None:
+    alone = sound.chain(0)
+    assert "no complaint" in str(alone)
+    records = [record for record in sound.store.index if record["chain"] == 0]
+    before = [record["probe"] for record in records]
+    walk = torch.randn(250, generator=torch.Generator().manual_seed(0)).cumsum(0).tolist()
+    try:
+        for record, place in zip(records, walk, strict=True):
+            record["probe"] = [place, 0.0]
+        assert "no complaint" not in str(alone)
+        assert "cannot tell yet: its predictions at training inputs are worth about" in str(alone)
+        assert "independent draws (predictions at training inputs)" in str(alone)
+        for record in records:
+            del record["probe"]  # as an older version left it
+        assert "no complaint" in str(alone)
+        assert "independent draws (U)" in str(alone)
+        assert "predictions at training inputs" not in [row.name for row in alone.summary().rows]
+    finally:
+        for record, values in zip(records, before, strict=True):
+            record["probe"] = values
+
+
 def test_what_one_chain_cannot_tell(sound: Posterior) -> None:
     summary = sound.chain(1).summary(HELD_OUT)
     assert "one chain" in kinds(summary)
@@ -197,7 +251,7 @@ def test_moments_alone_leave_the_traces() -> None:
     few = {"sampler": partial(adammcmc.MALA, step_size=1e-3), "num_chains": 2, "num_draws": 30, "gap": 2}
     kept = sample(network(), keep="moments", **few)
     summary = kept.summary(HELD_OUT)
-    assert [row.name for row in summary.rows] == ["loss", "U"]
+    assert [row.name for row in summary.rows] == ["loss", "U", "predictions at training inputs"]
     assert summary.notes == ("no draws were kept to predict with",)
     with pytest.raises(ValueError, match="kept no draws of the weights"):
         kept.to_arviz()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adammcmc.predictive import Prediction
+from adammcmc.predictive import Prediction, log_mixture
 
 __all__ = [
     "ClassScores",
@@ -447,13 +447,24 @@ class ValueScores:
 
     num_examples: int
     rmse: Measured
-    nll: Measured | None
-    """-log p(target) of an example, its outputs together; None where the noise of the targets is not known."""
+    nll_mixture: Measured | None
+    """-log p(target) of an example, its outputs together, by the mixture of the draws, p = mean_d N(mean_d, variance_d): what
+    the posterior predicts. None where the noise of the targets is not known, or the targets came neither with the data nor with
+    raw=True."""
+    nll_gaussian: Measured | None
+    """The same by one Gaussian with the mean and total variance of the prediction. None where the noise is not known."""
     coverage: tuple[Coverage, ...]
     includes_noise: bool
     """Whether the intervals are of new targets. If not they are of the mean values alone, and hold fewer targets."""
     intervals: str
     """Of which distribution they are."""
+    is_mixture: bool = False
+    """Whether that is the mixture of the draws (raw=True)."""
+
+    @property
+    def nll(self) -> Measured | None:
+        """That of the distribution of the intervals: `nll_mixture` with raw=True, otherwise `nll_gaussian`."""
+        return self.nll_mixture if self.is_mixture else self.nll_gaussian
 
     @property
     def verdict(self) -> str:
@@ -469,8 +480,10 @@ class ValueScores:
 
     def __str__(self) -> str:
         rows = {"root mean square error": str(self.rmse)}
-        if self.nll is not None:
-            rows["negative log likelihood"] = f"{self.nll} nats"
+        if self.nll_mixture is not None:
+            rows["negative log likelihood"] = f"{self.nll_mixture} nats, of the mixture of the draws"
+        if self.nll_gaussian is not None:
+            rows["of a Gaussian"] = f"{self.nll_gaussian} nats, with the mean and variance of the prediction"
         rows |= {f"inside of {c.level:.0%}": str(Measured(c.share, c.error)) for c in self.coverage}
         return _table(f"{_examples(self.num_examples)}: {self.verdict}", rows | {"intervals": self.intervals})
 
@@ -486,11 +499,11 @@ def score(
 
     Intervals in regression are of new targets, noise included, where it is known (`GaussianNLL`): of the mixture of the draws
     if the prediction has them (raw=True), else of a Gaussian with its mean and total variance. Without noise they are of the
-    mean values.
+    mean values. The log likelihood is of both; that of the mixture is the one to compare models by.
 
     Args:
         prediction: from `posterior.predict`.
-        targets: None: those that came with the data.
+        targets: None: those that came with the data. With others, the mixture's log likelihood takes raw=True.
         num_bins: of the reliability curve.
         levels: of central intervals.
     """
@@ -550,41 +563,41 @@ def _score_values(prediction: Prediction, targets: Tensor, levels: Sequence[floa
         raise ValueError("there are no examples.")
     square = _mean((mean - y).square())
     rmse = Measured(square.value**0.5, square.error / (2 * square.value**0.5) if square.value > 0 else 0.0)
+    is_mixture = prediction.raw is not None and prediction.raw_variances is not None
+    of_mixture = of_gaussian = None
     if prediction.likelihood.name == "gaussian":
-        losses, place = _against_predictive(prediction, y)
+        total = prediction.total_variance.double()
+        of_gaussian = _mean(-log_mixture(mean[None], total[None], y))
+        if is_mixture or prediction.came_with(targets):
+            of_mixture = _mean(-prediction.log_density(targets))
+        place = _place(prediction, y)
         inside = [((2 * place - 1).abs() <= level).double() for level in levels]
-        found = _mean(losses)
         how = "of new targets, noise included: " + (
             "Gaussian with the mean and variance of the prediction (raw=True has the mixture of its draws)"
-            if prediction.raw is None
+            if not is_mixture
             else "mixture of the draws"
         )
     else:
-        found, how = None, "of the mean values over the draws, without the noise of the targets (which is not known)"
+        how = "of the mean values over the draws, without the noise of the targets (which is not known)"
         bounds = [(prediction.quantile((1 - level) / 2), prediction.quantile((1 + level) / 2)) for level in levels]
         inside = [((y >= low) & (y <= high)).double() for low, high in bounds]
     coverage = tuple(Coverage(level, *_share(x)) for level, x in zip(levels, inside, strict=True))
-    return ValueScores(len(y), rmse, found, coverage, prediction.likelihood.name == "gaussian", how)
+    has_noise = prediction.likelihood.name == "gaussian"
+    return ValueScores(len(y), rmse, of_mixture, of_gaussian, coverage, has_noise, how, is_mixture and has_noise)
 
 
-def _against_predictive(prediction: Prediction, y: Tensor) -> tuple[Tensor, Tensor]:
-    """-log p(y), (examples,), and P(new target < y), (examples, ...), of the predictive distribution."""
-    noise = prediction.aleatoric.double()
-    if prediction.raw is None:
-        draws, variance = prediction.mean.double()[None], noise + prediction.variance.double()
-    else:
-        # draws that predict noise of their own: what was kept of it is its mean
-        draws, variance = prediction.raw, noise
-    losses, place = [], []
-    size = max(1, _CHUNK // max(1, len(draws) * y[0].numel()))
+def _place(prediction: Prediction, y: Tensor) -> Tensor:
+    """P(new target < y), (examples, ...), by the mixture of the draws, each with its own variance, or by one Gaussian."""
+    means, variances = prediction.raw, prediction.raw_variances
+    if means is None or variances is None:
+        means, variances = prediction.mean[None], prediction.total_variance[None]
+    place = []
+    size = max(1, _CHUNK // max(1, len(means) * y[0].numel()))
     for part in range(0, len(y), size):
         rows = slice(part, part + size)
-        z = (y[rows] - draws[:, rows].double()) / variance[rows].sqrt()
+        z = (y[rows] - means[:, rows].double()) / variances[:, rows].double().sqrt()
         place.append(torch.special.ndtr(z).mean(0))
-        log_p = -0.5 * (z.square() + torch.log(2 * math.pi * variance[rows]))
-        together = log_p.reshape(*log_p.shape[:2], -1).sum(2)  # the outputs of an example
-        losses.append(math.log(len(draws)) - together.logsumexp(0))
-    return torch.cat(losses), torch.cat(place)
+    return torch.cat(place)
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,18 @@ import copy
 import functools
 import inspect
 import math
+import re
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
 
 from adammcmc.data import Batch, Data, describe_batch, num_rows, part_of, to_device
 
@@ -47,19 +50,20 @@ class Likelihood(NamedTuple):
         """Class probabilities, or mean values, of outputs (examples, ...)."""
         if self.has_classes:
             return _TO_PROBABILITIES[self.name](outputs)
-        return self._halves(outputs)[0] if self._predicts_noise else outputs
+        return self._halves(outputs)[0] if self.predicts_noise else outputs
 
     def variances(self, outputs: Tensor) -> Tensor | None:
         """Of the noise around the predictions; None where there is none to speak of."""
         if self.name != "gaussian":
             return None
-        if self._predicts_noise:
+        if self.predicts_noise:
             return self._halves(outputs)[1].exp()
         assert self.noise is not None
         return torch.full_like(outputs, self.noise**2)
 
     @property
-    def _predicts_noise(self) -> bool:
+    def predicts_noise(self) -> bool:
+        """Whether the network returns a variance of its own beside each mean."""
         return self.name == "gaussian" and self.noise is None
 
     @staticmethod
@@ -67,7 +71,7 @@ class Likelihood(NamedTuple):
         if outputs.dim() < 2 or outputs.shape[1] % 2:
             raise ValueError(
                 f"a network that predicts its noise must return means and log variances side by side, shape (batch, 2 k), got "
-                f"{tuple(outputs.shape)}."
+                f"{tuple(outputs.shape)}. For a network that returns means alone, give the noise: GaussianNLL(0.1)."
             )
         first, second = outputs.chunk(2, 1)
         return first, second
@@ -99,11 +103,11 @@ class GaussianNLL:
         l_i = sum_k (y_ik - f_ik)^2 / (2 noise^2) + log noise + log(2 pi) / 2
 
     Args:
-        noise: standard deviation of the noise on a target. None: the network predicts it, and returns means and log variances
-            side by side, (batch, 2 k) for k targets.
+        noise: standard deviation of the noise on a target. None, the default: the network predicts it, and returns means and
+            log variances side by side, (batch, 2 k) for k targets.
     """
 
-    noise: float | None
+    noise: float | None = None
 
     def __post_init__(self) -> None:
         if self.noise is not None and not (math.isfinite(self.noise) and self.noise > 0):
@@ -117,9 +121,12 @@ class GaussianNLL:
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         mean = self.likelihood.predictions(outputs)
         if mean.shape != targets.shape:
+            hint = "For one target, targets[:, None] has the shape (batch, 1)."
+            if self.noise is None and outputs.shape == targets.shape:
+                hint = "For a network that returns means alone, give the noise: GaussianNLL(0.1)."
             raise ValueError(
                 f"the network predicts means of shape {tuple(mean.shape)}, the targets have shape {tuple(targets.shape)}: they "
-                "must be equal. For one target, targets[:, None] has the shape (batch, 1)."
+                f"must be equal. {hint}"
             )
         variance = self.likelihood.variances(outputs)
         assert variance is not None
@@ -168,6 +175,9 @@ class Loss:
         if not callable(function):
             raise TypeError(f"`loss` must be a function, such as torch.nn.functional.cross_entropy, got {function!r}.")
         self.name = _name(function)
+        _refuse(function, self.name)
+        self.num_averaged = 1
+        """How many losses an example had at the last call, of which it has the mean."""
         self.description = _description(function)
         """Tells it from other losses, as far as can be seen."""
         if isinstance(function, nn.Module) and isinstance(getattr(function, "reduction", None), str):
@@ -211,6 +221,7 @@ class Loss:
     def _by_example(self, losses: Any, batch: Batch) -> Tensor:
         if not isinstance(losses, Tensor):
             raise TypeError(f"`{self.name}` must return a tensor, got {type(losses).__name__}.")
+        self.num_averaged = 1 if losses.dim() < 2 else losses[0].numel()
         result: Tensor = losses if losses.dim() < 2 else losses.reshape(len(losses), -1).mean(1)
         if result.dim() == 1 and len(result) != num_rows(batch):
             raise ValueError(
@@ -219,15 +230,23 @@ class Loss:
             )
         return result
 
+    @property
+    def averaging(self) -> str:
+        """What the line of the target says of an example that has several losses; empty where it has one."""
+        if self.num_averaged == 1:
+            return ""
+        return f" | loss of an example: the mean of its {self.num_averaged} (a loss that sums them weighs all)"
+
     def try_out(self, model: nn.Module, batch: Batch) -> Tensor:
         """The losses of one batch; what goes wrong is said with the batch that it went wrong on. Leaves no trace."""
         buffers = [(b, b.detach().clone()) for b in model.buffers() if b.is_contiguous()]
         devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
         self._check_targets(batch)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's own about shapes: what is wrong is said below
+            with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings(record=True) as said_by_torch:
+                warnings.simplefilter("always")
                 losses = self(model, batch)
+                self._check_outputs(model, batch, losses, [str(w.message) for w in said_by_torch])
                 is_sum = losses.dim() == 0 and self._grows(model, batch, losses)
         except torch.OutOfMemoryError:
             raise
@@ -239,6 +258,10 @@ class Loss:
                 hint = " Class labels must be int64, for example targets.long(). (Or are inputs and targets swapped?)"
             elif "Target size" in said:
                 hint = " For one output, targets[:, None] has the shape (batch, 1)."
+            elif "between 0 and 1" in said and likelihood_of(self._function).name == "bernoulli_probabilities":
+                hint = " Of logits take F.binary_cross_entropy_with_logits."
+            elif "required positional argument" in said:
+                hint = " A loss is called with outputs and targets alone: wrap it in a function of these two."
             elif "dtype" in said or "scalar type" in said or "Input type" in said:
                 hint = " Convert the data to the dtype of the weights, for example x.float()."
             elif self.takes_model(batch) and self._first not in ("model", "module", "net", "network"):
@@ -258,6 +281,35 @@ class Loss:
                 "taken as the mean loss. Return the mean, or the losses of the examples."
             )
         return losses
+
+    def _check_outputs(self, model: nn.Module, batch: Batch, losses: Tensor, said: Sequence[str]) -> None:
+        """Refuse what gives a number that means something else: values that were broadcast, logits as log probabilities."""
+        if broadcast := next((words for words in said if "Using a target size" in words), None):
+            shapes = re.findall(r"\[[^]]*\]", broadcast)[:2]
+            sizes = ["(" + shape.strip("[]") + ")" for shape in shapes]
+            raise ValueError(
+                f"`{self.name}` compared outputs and targets of different shapes"
+                + (f", {sizes[1]} and {sizes[0]}" if len(sizes) == 2 else "")
+                + ": a target would count for several outputs. Give both the same shape, for example targets[:, None] for "
+                "one output, or as many outputs as there are targets"
+            )
+        is_log = likelihood_of(self._function).name == "log_categorical"
+        if self.takes_model(batch) or not isinstance(targets := batch[-1], Tensor) or not (is_log or losses.dim() == 0):
+            return
+        if not isinstance(outputs := model(*batch[:-1]), Tensor):
+            return
+        if losses.dim() == 0 and outputs.shape != targets.shape:
+            with _Pairings(outputs.shape, targets.shape) as pairings:
+                self._function(outputs, targets, **self._options)
+            if pairings.found is not None:
+                self._check_broadcast(pairings.found, outputs, targets)
+        if is_log and outputs.dim() > 1:
+            total = outputs.double().exp().sum(1)
+            if bool(total.isfinite().all()) and bool(((total - 1).abs() > 0.05).any()):
+                raise ValueError(
+                    f"`{self.name}` needs log probabilities, and the probabilities of an example sum to "
+                    f"{float(total.flatten()[0]):.3g}. Of logits take F.cross_entropy, or end the network with nn.LogSoftmax(1)"
+                )
 
     def _check_targets(self, batch: Batch) -> None:
         """Those of yes and no must be floating; torch says so only when it differentiates, and in other words."""
@@ -279,6 +331,37 @@ class Loss:
         halves = (part_of(batch, slice(rows // 2)), part_of(batch, slice(rows // 2, rows)))
         total = sum(float(self(model, half)) for half in halves)
         return abs(float(loss) - total) < abs(float(loss) - total / 2)
+
+
+class _Pairings(TorchFunctionMode):
+    """Finds a result in which every output met every target: of tensors of these shapes, larger than either."""
+
+    def __init__(self, outputs: torch.Size, targets: torch.Size) -> None:
+        super().__init__()
+        self._shapes = sorted([outputs, targets])
+        self._most = max(outputs.numel(), targets.numel())
+        self.found: Tensor | None = None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        shapes = [x.shape for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if isinstance(result, Tensor) and sorted(shapes) == self._shapes and result.numel() > self._most:
+            self.found = result
+        return result
+
+
+def _refuse(function: Any, name: str) -> None:
+    """Those that cannot be called with outputs and targets alone, with what to take instead."""
+    if isinstance(function, type):
+        raise TypeError(f"`loss` must be a function of outputs and targets, got the class {name}: pass {name}(...), made.")
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    if inner is F.gaussian_nll_loss or isinstance(inner, nn.GaussianNLLLoss):
+        raise TypeError(
+            f"`{name}` takes variances beside outputs and targets. Use adammcmc.GaussianNLL(): the network then returns means "
+            "and log variances side by side, (batch, 2 k) for k targets. GaussianNLL(0.1) has a known noise instead."
+        )
 
 
 class DataExamples:

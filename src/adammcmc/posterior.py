@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 
 from adammcmc.calibration import ClassScores, ValueScores, score
 from adammcmc.data import Batch, Data, IterableData, as_data, num_rows, part_of
+from adammcmc.diagnostics import ess_bulk
 from adammcmc.errors import StoreMismatch
 from adammcmc.health import Health, read_health, split_sums
 from adammcmc.likelihood import Likelihood, as_likelihood
 from adammcmc.moments import Moments
+from adammcmc.packing import Packing
 from adammcmc.predictive import Forward, Prediction, predict
 from adammcmc.store import FolderStore, Record, Store, check_manifest
 from adammcmc.summary import Series, Summary, layers_of, probe_layers, summarize
@@ -24,6 +27,8 @@ from adammcmc.summary import Series, Summary, layers_of, probe_layers, summarize
 __all__ = ["Posterior"]
 
 _MOST_OUTPUTS = 200  # function values that chains are compared by
+_ENOUGH_DRAWS = 30.0  # effective, of predictions: with fewer nothing is said in a chain's favour
+_PROBE = "predictions at training inputs"
 
 
 class Posterior:
@@ -161,24 +166,118 @@ class Posterior:
         """What each chain says about itself since its burn-in ended."""
         return [read_health(saved["health"], saved["sums"]) for saved in self._saved()]
 
-    def settings(self, chain: int) -> dict[str, float]:
-        """What one chain was told: lr (or step_size), sigma, sigma_along and inverse_temperature, as far as it has them.
+    def settings(self, chain: int) -> dict[str, Any]:
+        """What one chain goes by, as arguments of its sampler: a second run can take them and needs no tuning.
 
-        In a scan, chains differ in them. (Burn-in may have changed them since; what is said here is what they started with.)
+        lr (or step_size), sigma, sigma_along and inverse_temperature, as far as it has them: as burn-in left them, of the first
+        parameter group. `preconditioner` is a list of tensors, one for each trainable parameter. In a scan, chains differ.
+
+        Example:
+            >>> import adammcmc, functools, torch.nn.functional as F
+            >>> _ = torch.manual_seed(0)
+            >>> model, x = nn.Linear(2, 3), torch.randn(60, 2)
+            >>> first = adammcmc.sample(model, (x, x.argmax(1)), F.cross_entropy, num_draws=3, gap=5, burn_in=200)
+            >>> tuned = functools.partial(adammcmc.Underdamped, **first.settings(0))
+            >>> again = adammcmc.sample(model, (x, x.argmax(1)), F.cross_entropy, sampler=tuned, num_draws=3, gap=5, burn_in=0)
+            >>> sorted(again.settings(0))
+            ['inverse_temperature', 'preconditioner', 'step_size']
         """
         if chain not in self._chains:
             raise ValueError(f"`chain` must be one of {', '.join(map(str, self._chains))}, got {chain}.")
         chains = self.store.manifest.get("chains")
         if chains is None:
             raise ValueError("this run was made by an older version, that did not write down the settings of its chains.")
-        return dict(chains[chain])
+        told = dict(chains[chain])
+        if (whole := self.store.saved(None)) is not None:
+            found = _stacked_settings(whole["sampler"], chain, self.model)
+        elif (saved := self.store.saved(chain)) is not None:
+            found = _chain_settings(saved["sampler"])
+        else:
+            return told
+        size = "lr" if "lr" in told else "step_size"
+        tuned = {(size if key in ("lr", "step_size") else key): value for key, value in found.items()}
+        kept = {key: tuned[key] for key in ("sigma", "sigma_along") if key in told and key in tuned}
+        return {**told, **kept, **{key: tuned[key] for key in (size, "preconditioner", "momentum_spread") if key in tuned}}
+
+    def save(self, path: str | Path) -> Path:
+        """Write the run to a folder that `Posterior.open` reads, and that `sample(..., path=path, resume=True)` goes on with.
+
+        For a run that was kept in memory; one that is in a folder is copied.
+
+        Args:
+            path: the folder; one that holds a run already is refused.
+
+        Returns:
+            The folder.
+        """
+        if self._is_part or len(self._chains) != self.store.manifest["configuration"]["num_chains"]:
+            raise ValueError(
+                "only a whole run can be saved, and this is a part of one: save the posterior that it is a part of."
+            )
+        path = Path(path).expanduser()
+        is_new = not path.exists()
+        manifest = {key: value for key, value in self.store.manifest.items() if key not in ("what", "format")}
+        whole = self.store.saved(None)
+        states: dict[int | None, dict[str, Any] | None] = {None: whole}
+        if whole is None:
+            states = {chain: self.store.saved(chain) for chain in self._chains}
+        has_weights = {(record["chain"], record["draw"]) for record in self.store.kept()}
+        copy = FolderStore(path, manifest)
+        try:
+            for number, record in enumerate(self.store.index):
+                chain, keep = record["chain"], manifest["keep"]
+                copy.append(record, self.store.load(record) if (chain, record["draw"]) in has_weights else {})
+                if isinstance(keep, int) and number % (keep + 1) == keep:  # a checkpoint drops the weights that are not kept
+                    key = None if whole is not None else chain
+                    copy.save(key, states[key] or {})
+            for key, state in states.items():
+                if state is not None:
+                    copy.save(key, state)
+            copy.flush()
+            copy.write_manifest()  # last: from here on the folder holds a run
+        except BaseException:
+            copy.close()
+            if is_new:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+        copy.close()
+        return path
 
     def __str__(self) -> str:
         made = sum(record["chain"] in self._chains for record in self.store.index)
         kept = f"{made} draws, moments only" if self.store.manifest["keep"] == "moments" else f"{len(self)} draws"
-        lines = [f"posterior: {kept} of {self.num_chains} chain{'s' * (self.num_chains != 1)}", f"  target: {self.target}"]
-        lines += [f"  chain {chain}: {health.verdict}" for chain, health in zip(self._chains, self.health(), strict=False)]
+        chains = f"{self.num_chains} chain{'s' * (self.num_chains != 1)}"
+        lines = [f"posterior: {kept} of {chains}{self._worth()}", f"  target: {self.target}"]
+        own: dict[int, list[Record]] = {}
+        for record in self.made:
+            own.setdefault(record["chain"], []).append(record)
+        for chain, health in zip(self._chains, self.health(), strict=False):
+            verdict = health.verdict
+            worth = _worth_of(_probed([own.get(chain, [])]))
+            if health.is_healthy and worth < _ENOUGH_DRAWS:
+                least = f"about {_independent(worth)}, of at least {_ENOUGH_DRAWS:.0f}"
+                verdict = f"cannot tell yet: its {_PROBE} are worth {least}"
+            lines.append(f"  chain {chain}: {verdict}")
         return "\n".join(lines)
+
+    def _worth(self) -> str:
+        """The smallest number of effective draws, of U where it is known and of the predictions, in words."""
+        made = self.made
+        chains, places, _ = _compared(made, self._chains)
+        if not chains or (self.store.manifest["configuration"].get("scan") and len(chains) > 1):
+            return ""  # chains of several targets are not draws of one
+        rows = [[made[i] for i in own] for own in places]
+        worth = {_PROBE: _worth_of(_probed(rows))}
+        if self._knows_potential():
+            worth["U"] = _worth_of(_column([record for row in rows for record in row], "potential", len(chains)))
+        known = {name: ess for name, ess in worth.items() if not math.isnan(ess)}
+        if not known:
+            return ""
+        name = min(known, key=known.__getitem__)
+        return f", worth about {_independent(known[name])} ({name})"
+
+    def _knows_potential(self) -> bool:
+        return all(saved["health"]["context"]["knows_potential"] for saved in self._saved())
 
     def __repr__(self) -> str:
         chains = f"{self.num_chains} chain{'s' * (self.num_chains != 1)}"
@@ -277,7 +376,7 @@ class Posterior:
             'undecided'
         """
         health = dict(zip(self._chains, self.health(), strict=False))
-        knows_potential = all(saved["health"]["context"]["knows_potential"] for saved in self._saved())
+        knows_potential = self._knows_potential()
         made = self.made
         chains, places, notes = _compared(made, self._chains)
         why = "" if knows_potential else "of batches: mostly their noise"
@@ -291,13 +390,21 @@ class Posterior:
                 series.append(Series("predictions", "outputs", self._function_values(chains, inputs, **options)))
             series += self._layers(chains)
         if inputs is None or len(self) == 0:
+            probe = _probed([[made[i] for i in own] for own in places])
+            if probe is not None:
+                series.insert(2, Series(_PROBE, "outputs", probe))
+            where = "" if probe is None else " elsewhere"
             notes.append(
-                "give `inputs` to compare what the chains predict" if len(self) else "no draws were kept to predict with"
+                f"give `inputs` to compare what the chains predict{where}"
+                if len(self)
+                else "no draws were kept to predict with"
             )
         manifest = self.store.manifest
         told = manifest.get("chains") or []
         seconds, num_gradients = (math.nan, math.nan) if self._is_part else self._costs(chains)
         differ_in = list(manifest["configuration"].get("scan", {})) if len(chains) > 1 else []
+        starts = manifest.get("starts")
+        one_start = starts is None or len({starts[c] for c in chains}) == 1
         if differ_in:  # each chain is looked at alone, and so is its price
             seconds, num_gradients = seconds / len(chains), num_gradients / len(chains)
         return summarize(
@@ -310,6 +417,7 @@ class Posterior:
             seconds=seconds,
             num_gradients=num_gradients,
             differ_in=differ_in,
+            one_start=one_start,
             notes=notes,
         )
 
@@ -412,6 +520,44 @@ class Posterior:
         return Likelihood("values") if forward is not None else Likelihood(**self.store.manifest["likelihood"])
 
 
+def _chain_settings(sampler: dict[str, Any]) -> dict[str, Any]:
+    """What a chain's sampler was tuned to, from its checkpoint; empty where nothing was."""
+    found: dict[str, Any] = {}
+    group = sampler["param_groups"][0]
+    if sampler["adammcmc"].get("adaptation") is not None:
+        names = ("lr", "sigma", "sigma_along")
+        found = {key: float(group[key]) for key in names if isinstance(group.get(key), int | float | Tensor)}
+    states = [sampler["state"].get(i, {}) for group in sampler["param_groups"] for i in group["params"]]
+    if diagonal := [state["preconditioner"] for state in states if "preconditioner" in state]:
+        found["preconditioner"] = [a.detach().cpu() for a in diagonal]
+    if sampler["adammcmc"].get("momentum_spread") is not None:
+        found["momentum_spread"] = tuple(sampler["adammcmc"]["momentum_spread"])
+    return found
+
+
+def _stacked_settings(sampler: dict[str, Any], chain: int, model: nn.Module) -> dict[str, Any]:
+    """The same of one chain of a stack, whose checkpoint has the settings of a kernel, by leaf."""
+    found: dict[str, Any] = {}
+
+    def gather(state: dict[str, Any]) -> None:
+        for key, value in state.items():
+            if isinstance(value, dict):
+                gather(value)
+                continue
+            first = value[0] if isinstance(value, list | tuple) else value
+            found[key] = float(first[chain] if isinstance(first, Tensor) and first.dim() == 1 else first)
+
+    if sampler["adaptation"] is not None:
+        gather(sampler["settings"])
+    if sampler["preconditioner"] is not None:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        leaves = tuple(a.detach().cpu()[None] for a in sampler["preconditioner"])
+        packing = Packing(trainable, [0] * len(trainable))
+        if [x.numel() for x in packing.new()] == [x.numel() for x in leaves]:  # (parameter groups have leaves of their own)
+            found["preconditioner"] = [a.clone() for a in packing.views(leaves)]
+    return found
+
+
 def _compared(records: Sequence[Record], chains: Sequence[int]) -> tuple[list[int], list[list[int]], list[str]]:
     """Which chains can be compared, the places of their draws (all of one length), and what was left out.
 
@@ -432,6 +578,27 @@ def _column(records: Sequence[Record], name: str, num_chains: int) -> Tensor:
     """(chains, draws), NaN where there is no number."""
     values = [math.nan if record.get(name) is None else float(record[name]) for record in records]
     return torch.tensor(values, dtype=torch.float64).reshape(num_chains, -1)
+
+
+def _probed(chains: Sequence[Sequence[Record]]) -> Tensor | None:
+    """What draws predicted at training examples, (chains, draws, numbers); None where it was not written down for all."""
+    rows: list[list[float | None]] = [record.get("probe") or [] for chain in chains for record in chain]
+    if not rows or not rows[0] or any(len(row) != len(rows[0]) for row in rows):
+        return None
+    values = [[math.nan if value is None else value for value in row] for row in rows]
+    return torch.tensor(values, dtype=torch.float64).reshape(len(chains), -1, len(rows[0]))
+
+
+def _independent(number: float) -> str:
+    return f"{number:,.0f} independent draw{'s' * (round(number) != 1)}"
+
+
+def _worth_of(values: Tensor | None) -> float:
+    """The smallest number of effective draws; numbers that never change are left out. NaN where there is none."""
+    if values is None:
+        return math.nan
+    found = torch.where((values == values[0, 0]).all(0).all(0), torch.nan, ess_bulk(values))
+    return float(found.nan_to_num(nan=math.inf).min()) if not bool(found.isnan().all()) else math.nan
 
 
 def _some(data: Data, number: int) -> Data:

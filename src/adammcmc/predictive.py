@@ -7,8 +7,9 @@ The model is in evaluation mode, with each draw's own buffers; its own weights a
 from __future__ import annotations
 
 import itertools
+import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,16 +21,17 @@ from torch.utils import _pytree
 
 from adammcmc import uncertainty
 from adammcmc.data import Batch, Data, IterableData, describe_batch, joined_batches, num_rows, part_of, regrouped, to_device
-from adammcmc.likelihood import Likelihood
+from adammcmc.likelihood import Likelihood, Loss
 from adammcmc.progress import track
 
-__all__ = ["Prediction", "predict"]
+__all__ = ["Prediction", "Probe", "log_mixture", "predict"]
 
 _QUANTILES = (0.25, 0.5, 0.75)
 _CHUNK_BYTES = 64 << 20  # predictions of all draws for one chunk of examples
 _GROUP_BYTES = 64 << 20  # weights of the draws in one forward
 _FORWARD_BYTES = 64 << 20  # what the layers of one forward return
 _MOST_ROWS = 1 << 16
+_PROBED_EXAMPLES, _PROBED_NUMBERS = 8, 16
 _CACHE_BYTES = 256 << 20  # weights of all draws, if they are to stay in memory between chunks
 
 _LOCK = threading.RLock()  # a draw's weights stand in the model while it is asked: one thread at a time
@@ -60,6 +62,9 @@ class Prediction:
     _noise: Tensor | None = field(repr=False)
     _entropy: Tensor | None = field(repr=False)
     _expected_entropy: Tensor | None = field(repr=False)
+    raw_variances: Tensor | None = None
+    """Variance of each draw's own noise, of the shape of `raw`, where `raw` is kept and the noise is known."""
+    _log_density: Tensor | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.mean)
@@ -140,6 +145,31 @@ class Prediction:
         if self.likelihood.has_classes:
             raise ValueError("`total_variance` is of regression; for classes take `entropy`.")
         return self.aleatoric + self.epistemic
+
+    def log_density(self, targets: Tensor | None = None) -> Tensor:
+        """log p(targets), (examples,), float64, of the mixture of the draws: log mean_d N(targets; mean_d, variance_d).
+
+        The outputs of an example are taken together, in regression with known noise. For other targets than those of the data,
+        predict with raw=True.
+        """
+        targets = self.targets if targets is None else targets
+        if self._log_density is not None and self.came_with(targets):
+            return self._log_density
+        if self.likelihood.has_classes or not isinstance(targets, Tensor):
+            raise ValueError("`log_density` is of regression, and needs `targets`.")
+        if self.raw is None or self.raw_variances is None:
+            raise ValueError(
+                "`log_density` needs the noise of the targets (the loss GaussianNLL) and the targets with the data, as "
+                "predict((inputs, targets)), or the predictions of every draw, as predict(inputs, raw=True)."
+            )
+        return log_mixture(self.raw, self.raw_variances, targets.cpu())
+
+    def came_with(self, targets: Any) -> bool:
+        """Whether these are the targets of the data."""
+        own = self.targets
+        if not isinstance(own, Tensor) or not isinstance(targets, Tensor):
+            return False
+        return targets is own or (targets.dtype == own.dtype and torch.equal(targets.cpu(), own))
 
     @property
     def _is_binary(self) -> bool:
@@ -234,16 +264,21 @@ def predict(
     engine = _Engine(model, loaders, data, likelihood, forward, batch_size)
     columns: dict[Any, list[Tensor]] = {}
     targets: list[Any] = []
-    for predictions, noise, batch in engine.chunks(progress):
+    for predictions, variances, batch in engine.chunks(progress):
         parts = _summary(predictions, likelihood, wanted)
-        if noise is not None:
-            parts["noise"] = noise
+        own = targets_of(batch)
         if raw:
             parts["raw"] = predictions
+        if variances is not None:
+            parts["noise"] = _mean(variances)
+            if raw and likelihood.predicts_noise:
+                parts["raw_variances"] = variances
+            if isinstance(own, Tensor) and own.shape == predictions.shape[1:]:
+                parts["log_density"] = log_mixture(predictions, variances, own.to(predictions.device))
         for key, part in parts.items():
             columns.setdefault(key, []).append(part.cpu())
-        targets.append(to_device(targets_of(batch), torch.device("cpu")))
-    joined = {key: torch.cat(parts, 1 if key == "raw" else 0) for key, parts in columns.items()}
+        targets.append(to_device(own, torch.device("cpu")))
+    joined = {key: torch.cat(parts, 1 if key in ("raw", "raw_variances") else 0) for key, parts in columns.items()}
 
     def again(q: float) -> Tensor:
         if "raw" in joined:
@@ -263,7 +298,28 @@ def predict(
         joined.get("noise"),
         joined.get("entropy"),
         joined.get("expected_entropy"),
+        joined.get("raw_variances", _known_variances(likelihood, joined["raw"]) if raw else None),
+        joined.get("log_density"),
     )
+
+
+def log_mixture(means: Tensor, variances: Tensor, targets: Tensor) -> Tensor:
+    """log mean_d prod_k N(y_k; mean_dk, variance_dk) of the outputs k of each example, (examples,), float64.
+
+    Args:
+        means: (draws, examples, ...).
+        variances: the same, each draw's own.
+        targets: y, (examples, ...).
+
+    Example:
+        >>> log_mixture(torch.tensor([[[0.0]], [[2.0]]]), torch.ones(2, 1, 1), torch.tensor([[1.0]])).tolist()
+        [-1.4189385332046727]
+    """
+    y, rows = targets.double(), []
+    for mean, variance in zip(means, variances, strict=True):  # in float64 one draw at a time
+        losses = (y - mean.double()).square() / variance.double() + torch.log(2 * math.pi * variance.double())
+        rows.append(-0.5 * losses.reshape(len(y), -1).sum(1))
+    return torch.stack(rows).logsumexp(0) - math.log(len(rows))
 
 
 def _summary(predictions: Tensor, likelihood: Likelihood, quantiles: Sequence[float]) -> dict[Any, Tensor]:
@@ -283,6 +339,13 @@ def _mean(predictions: Tensor) -> Tensor:
     return (total / len(predictions)).to(predictions.dtype)
 
 
+def _known_variances(likelihood: Likelihood, predictions: Tensor) -> Tensor | None:
+    """Of the shape of the predictions, in the memory of one number; None where the noise is not known."""
+    if likelihood.name != "gaussian" or likelihood.noise is None:
+        return None
+    return predictions.new_full((), likelihood.noise**2).expand_as(predictions)
+
+
 def _checked_q(q: float) -> float:
     if not 0 <= q <= 1:
         raise ValueError(f"`quantiles` must lie between 0 and 1, got {q}.")
@@ -299,6 +362,86 @@ class _Call(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         return self._forward(self.model, batch)
+
+
+class Probe:
+    """A few predictions at a few training examples, to be written down with each draw: U alone overstates what draws are worth.
+
+    They are what `predict` has for a loss of outputs and targets, otherwise the losses of the examples, up to 16 numbers. It
+    evaluates the tensors of a draw, in evaluation mode, and leaves weights, buffers, modes and random numbers as they are.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch, loss: Loss, likelihood: Likelihood) -> None:
+        self._model, self._batch = model, part_of(batch, slice(_PROBED_EXAMPLES))
+        takes_model = loss.takes_model(batch)
+        rows = num_rows(self._batch)
+
+        def values(model: nn.Module, batch: Batch) -> Tensor:
+            found = loss(model, batch) if takes_model else likelihood.predictions(model(*batch[:-1]))
+            if found.dim() == 0 or len(found) != rows:
+                raise ValueError("there is no number for each example.")
+            flat = found.flatten()
+            number = min(len(flat), _PROBED_NUMBERS)
+            return flat[torch.linspace(0, len(flat) - 1, number, device=flat.device).round().long()]
+
+        self._call = _Call(model, values)
+        self._can_stack = True
+
+    @classmethod
+    def make(cls, model: nn.Module, batch: Batch, loss: Loss, likelihood: Likelihood) -> Probe | None:
+        """None for a model whose predictions cannot be had in this way: a run must not depend on it."""
+        try:
+            probe = cls(model, batch, loss, likelihood)
+            probe({name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)})
+        except Exception:
+            return None
+        return probe
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> list[float]:
+        """Of one draw, by the names of `model.state_dict()`; six digits of each number."""
+        with self._undisturbed():
+            return _short(functional_call(self._call, self._own(tensors), (self._batch,)))
+
+    def stacked(self, tensors: Mapping[str, Tensor]) -> list[list[float]]:
+        """Of a draw of every chain, tensors (chains, ...)."""
+        chains = len(next(iter(tensors.values())))
+        if self._can_stack:
+            try:
+                with self._undisturbed():
+                    call = vmap(lambda own: functional_call(self._call, own, (self._batch,)), randomness="different")
+                    return [_short(row) for row in call(self._own(tensors, chains)).cpu()]
+            except (RuntimeError, ValueError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                self._can_stack = False  # as in prediction: then one by one
+        return [self({name: x[chain] for name, x in tensors.items()}) for chain in range(chains)]
+
+    def _own(self, tensors: Mapping[str, Tensor], chains: int | None = None) -> dict[str, Tensor]:
+        """Each tensor once, also if tied; buffers as copies, so that what a forward writes to them is gone."""
+        own = {name: tensors[name] for name, _ in self._model.named_parameters() if name in tensors}
+        for name, buffer in self._model.named_buffers():
+            kept = tensors.get(name)
+            if kept is None:  # no draw has it
+                kept = buffer if chains is None else buffer.expand(chains, *buffer.shape)
+            own[name] = kept.clone()
+        return {f"model.{name}": x.detach() for name, x in own.items()}
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        device = next(self._model.parameters()).device
+        before = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        try:
+            with _LOCK, _evaluating(self._model), torch.no_grad():
+                yield
+        finally:
+            if not torch.equal(torch.get_rng_state(), before[0]):  # a forward that draws them in evaluation mode as well
+                torch.set_rng_state(before[0])
+            if before[1] is not None and not torch.equal(torch.cuda.get_rng_state(device), before[1]):
+                torch.cuda.set_rng_state(before[1], device)
+
+
+def _short(values: Tensor) -> list[float]:
+    return [float(f"{value:.6g}") for value in values.tolist()]
 
 
 class _Engine:
@@ -327,7 +470,7 @@ class _Engine:
         self._can_stack = True
 
     def chunks(self, progress: bool) -> Iterator[tuple[Tensor, Tensor | None, Batch]]:
-        """Predictions (draws, examples, ...), the mean variance of their noise, and the examples."""
+        """Predictions (draws, examples, ...), the variances of their noise (None: not known), and the examples."""
         batches = self._data.in_order(1)
         first = next(batches, None)
         if first is None:
@@ -358,7 +501,7 @@ class _Engine:
                 ) from error
         if self._batch_size is None:
             self._batch_size = max(1, min(_MOST_ROWS, _FORWARD_BYTES // max(1, sum(returned))))
-        per_example = self._likelihood.predictions(outputs).numel() * outputs.element_size()
+        per_example = outputs.numel() * outputs.element_size()  # means, and variances where the network predicts them
         inputs = sum(x.numel() * x.element_size() for x in _pytree.tree_leaves(one) if isinstance(x, Tensor))
         fits = min(_CHUNK_BYTES // (per_example * len(self._weights)), 4 * _CHUNK_BYTES // max(1, inputs))
         return max(1, fits)
@@ -375,25 +518,24 @@ class _Engine:
         # few examples leave room for many draws in one forward
         group = max(1, min(len(self._weights), self._batch_size // rows, _GROUP_BYTES // max(1, self._weights.size)))
         predictions: Tensor | None = None
-        noise: Tensor | None = None
+        variances: Tensor | None = None
         for first in range(0, len(self._weights), group):
             draws = range(first, min(first + group, len(self._weights)))
             weights = self._weights.stacked(draws) if group > 1 and self._can_stack else None
             for start in range(0, n, rows):
                 part = part_of(batch, slice(start, start + rows))
-                outputs = self._outputs(draws, weights, part)
-                each = [self._likelihood.predictions(o) for o in outputs]
-                if predictions is None:
-                    predictions = each[0].new_empty(len(self._weights), n, *each[0].shape[1:])
-                for d, values in zip(draws, each, strict=True):
+                for d, outputs in zip(draws, self._outputs(draws, weights, part), strict=True):
+                    values = self._likelihood.predictions(outputs)
+                    if predictions is None:
+                        predictions = values.new_empty(len(self._weights), n, *values.shape[1:])
                     predictions[d, start : start + len(values)] = values
-                for o in outputs:
-                    if (variances := self._likelihood.variances(o)) is not None:
-                        if noise is None:
-                            noise = torch.zeros(n, *variances.shape[1:], dtype=torch.float64, device=o.device)
-                        noise[start : start + len(variances)] += variances
+                    if self._likelihood.predicts_noise:
+                        variances = torch.empty_like(predictions) if variances is None else variances
+                        own = self._likelihood.variances(outputs)
+                        assert own is not None
+                        variances[d, start : start + len(own)] = own
         assert predictions is not None
-        return predictions, None if noise is None else (noise / len(self._weights)).to(predictions.dtype)
+        return predictions, variances if variances is not None else _known_variances(self._likelihood, predictions)
 
     def _outputs(self, draws: range, weights: dict[str, Tensor] | None, batch: Batch) -> Sequence[Tensor]:
         if weights is not None and self._can_stack:

@@ -394,7 +394,7 @@ def _loss(config: Config, folder: Path) -> Callable[..., Any]:
         raise ValueError(f"[loss] there is no '{name}': {nearest(name, _LOSSES)} Your own is named as module:attribute.")
     thing = find(place, name, folder) if ":" in name else _LOSSES[name]
     if isinstance(thing, type):
-        thing = _called(place, thing, {"noise": None, **arguments} if thing is GaussianNLL else arguments)
+        thing = _called(place, thing, arguments)
     elif arguments and callable(thing):
         thing = functools.partial(thing, **arguments)
     if not callable(thing):

@@ -15,6 +15,7 @@ import logging
 import platform
 import time
 import warnings
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -53,6 +54,7 @@ from adammcmc.interrupts import Interrupt, deferred_interrupt
 from adammcmc.likelihood import DataExamples, Likelihood, Loss, as_likelihood, likelihood_of
 from adammcmc.moments import Moments
 from adammcmc.posterior import Posterior, bare, check_model, describe_tensors
+from adammcmc.predictive import Probe
 from adammcmc.progress import Bar, show_bar
 from adammcmc.randomness import streams
 from adammcmc.sampler import Sampler
@@ -177,6 +179,8 @@ def sample(
         try:
             first = run.batch if whole else to_device(next(data), device)
             run.loss.try_out(compiled, first)
+            meaning = likelihood_of(loss) if likelihood is None else as_likelihood(likelihood)
+            run.probe = Probe.make(model, first, run.loss, meaning)
         finally:
             data.restart(0)  # lets go of workers
         if stacked or (stacked is None and num_chains > 1 and _prefers_stacks(device, model)):
@@ -185,15 +189,16 @@ def sample(
         one = chain.sampler if isinstance(chain.sampler, Sampler) else chain.sampler.prototype
         manifest = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "target": run.describe(one),
+            "target": run.describe_fully(one),
             "target_at_first": run.describe(one),
             "gradients_per_step": one.gradients_per_step,
             "chains": [told(one, factory, run.scan, c) for c in range(num_chains)],
+            "starts": [_checksum(state) for state in initial] if initial else [_checksum(model.state_dict())] * num_chains,
             "keep": keep,
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
             "has_targets": not run.loss.takes_model(first),
             "num_parts": len(first) if isinstance(first, tuple | list) else 1,
-            "likelihood": (likelihood_of(loss) if likelihood is None else as_likelihood(likelihood))._asdict(),
+            "likelihood": meaning._asdict(),
             "configuration": {
                 "sampler": type(one).__name__,
                 "loss": run.loss.description,
@@ -256,11 +261,17 @@ class _Run:
     callbacks: list[Callback]
     stack: _Stack | None = None
     """All chains at once; None where they run one after the other."""
+    probe: Probe | None = None
+    """Predictions that are written down with each draw."""
 
     def describe(self, sampler: Sampler) -> str:
         """What is sampled; of a scan, what the first chain samples, and in what the others differ."""
         others = f" | chain 0 of {self.num_chains}, which differ in {', '.join(self.scan)}" if self.scan else ""
         return sampler.describe() + others
+
+    def describe_fully(self, sampler: Sampler) -> str:
+        """The same, and how an example's losses are taken together: what a user reads, and an older run did not say."""
+        return self.describe(sampler) + self.loss.averaging
 
     def new_chain(self, chain: int) -> _Chain:
         """A chain at its first step, with its starting weights in the model."""
@@ -553,6 +564,8 @@ class _Chain(_Loop):
             self._seconds(),
         )
         tensors = sampler.draw(self.run.model)
+        if self.run.probe is not None:
+            record["probe"] = self.run.probe(tensors)
         if self.moments is not None:
             self.moments.add(tensors)
         self.num_draws += 1
@@ -564,7 +577,7 @@ class _Chain(_Loop):
         self._tell("on_draw", record)
 
     def _describe(self) -> str:
-        return self.run.describe(self.sampler)
+        return self.run.describe_fully(self.sampler)
 
     def _tell(self, what: str, *arguments: Any) -> None:
         sampler = self.sampler
@@ -628,6 +641,9 @@ class _Stack(_Loop):
             numbers_of = chain, self.num_draws, stack.num_steps, loss, potential, bool(is_accepted)
             records.append(_record(*numbers_of, sums[chain], self._sums[chain], seconds))
         tensors = stack.draws()
+        if self.run.probe is not None:
+            for record, values in zip(records, self.run.probe.stacked(tensors), strict=True):
+                record["probe"] = values
         if self.moments is not None:
             host = {name: x.cpu() for name, x in tensors.items()}
             for chain, moments in enumerate(self.moments):
@@ -639,7 +655,7 @@ class _Stack(_Loop):
         self._tell("on_draw", records)
 
     def _describe(self) -> str:
-        return self.run.describe(self.sampler.prototype)
+        return self.run.describe_fully(self.sampler.prototype)
 
     def _tell(self, what: str, *arguments: Any) -> None:
         # putting weights into the model costs: not for those who do not look
@@ -800,7 +816,7 @@ def forecast_size(
     kept = min(keep + 1, num_draws) if isinstance(keep, int) else (num_draws if keep == "draws" else 0)
     moments = 0 if keep == "draws" else 16 * sum(x.numel() for x in tensors)
     # a checkpoint holds weights and two moments, and is there twice while it is replaced
-    return int(num_chains) * (kept * one + num_draws * 700 + 2 * (4 * weights + moments + 50_000))
+    return int(num_chains) * (kept * one + num_draws * 900 + 2 * (4 * weights + moments + 50_000))
 
 
 def _check_memory(size: int) -> None:
@@ -915,6 +931,15 @@ def _put(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """All parameters and buffers, each once, those that no state dictionary has included."""
     return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _checksum(state: Mapping[str, Tensor]) -> int:
+    """Tells weights from others."""
+    checksum = 0
+    for name in sorted(state):
+        if isinstance(x := state[name], Tensor):
+            checksum = zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum
 
 
 def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:

@@ -34,8 +34,14 @@ _MOST_LAYERS = 12  # that are printed
 # the gravest first
 _BROKEN = ("not finite", "no posterior", "stuck", "no influence", "too hot", "chains disagree")
 _SICK = (*_BROKEN, "biased", "not at rest", "temperature")
-_UNDECIDED = ("adapting", "not mixed", "unknown noise", "few draws", "cannot tell", "one chain", "untested")
+_UNDECIDED = ("adapting", "not mixed", "unknown noise", "few draws", "cannot tell", "one chain", "one start", "untested")
 _ORDER = {kind: place for place, kind in enumerate((*_SICK, *_UNDECIDED))}
+
+
+_ONE_START = (
+    "all chains started at the same weights: agreement of chains from one start cannot reveal another mode; pass `initial=` "
+    "with other trained networks"
+)
 
 
 @dataclass(frozen=True)
@@ -209,6 +215,7 @@ def summarize(
     seconds: float = math.nan,
     num_gradients: float = math.nan,
     differ_in: Sequence[str] = (),
+    one_start: bool = False,
     notes: Sequence[str] = (),
 ) -> Summary:
     """Put rows and findings together.
@@ -223,12 +230,15 @@ def summarize(
         seconds: that the draws took.
         num_gradients: that they took.
         differ_in: settings in which the chains of a scan differ: then each is judged alone.
+        one_start: whether all chains started at the same weights.
         notes: what else to say.
     """
     num_draws = max((s.values.shape[1] for s in series), default=0)  # of what was kept there may be fewer
     rows = tuple(_row(s, alone=bool(differ_in)) for s in series)
     findings = [*_of_chains(health), *_of_temperatures(temperatures, num_data)]
     findings += _of_series(chains, num_draws, series, rows, differ_in)
+    if one_start and len(chains) > 1 and not differ_in:
+        findings.append(Finding("one start", _ONE_START))
     # a stuck chain says so itself, and its draws need not say it again
     once = [f for i, f in enumerate(findings) if f.kind != "stuck" or all(g.kind != "stuck" for g in findings[:i])]
     ordered = sorted(once, key=lambda finding: _ORDER.get(finding.kind, len(_ORDER)))

@@ -77,7 +77,9 @@ def summary_line(prediction: Prediction) -> str:
         return f"{line}; not scored: {error}"
     if isinstance(scores, ClassScores):
         return f"{line}; accuracy {scores.accuracy}"
-    return f"{line}; root mean square error {scores.rmse}"
+    both = (("", scores.nll_mixture), (" of a Gaussian", scores.nll_gaussian))
+    said = "".join(f", negative log likelihood{of} {number}" for of, number in both if number is not None)
+    return f"{line}; root mean square error {scores.rmse}{said}"
 
 
 def _plural(count: int, noun: str) -> str:

@@ -282,8 +282,10 @@ def _answers(prediction: Prediction, names: Sequence[str] | None) -> list[Sectio
             levels, shares, errors = (numpy.array(x) for x in zip(*scores.coverage, strict=True))
             drawings = [figures.coverage(levels, shares, errors)]
             numbers = [("root mean square error", _measured(scores.rmse))]
-            if scores.nll is not None:
-                numbers.append(("negative log likelihood", _measured(scores.nll)))
+            if scores.nll_mixture is not None:
+                numbers.append(("negative log likelihood", _measured(scores.nll_mixture)))
+            if scores.nll_gaussian is not None:
+                numbers.append(("the same of one Gaussian", _measured(scores.nll_gaussian)))
         text = f"{_plural(scores.num_examples, 'held-out example')}: {scores.verdict}."
         sections.append(Section("calibration", "Is it right?", [text], numbers, drawings))
     known = uncertainties(prediction)
