@@ -72,7 +72,7 @@ An unknown key, a value of another type or a name that is not there is an error 
 | 0 | done |
 | 1 | it could not be done: the line on standard error says why; `--debug`, anywhere, shows the traceback |
 | 2 | the command line was not understood |
-| 130 | stopped by Ctrl-C; what was drawn is kept |
+| 130, 143, 129 | stopped by Ctrl-C, by SIGTERM, by SIGHUP (a closed terminal); what was drawn is kept |
 
 ## Commands
 """

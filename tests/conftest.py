@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def foreground() -> Iterator[None]:
+    """For tests that send signals, to themselves or to processes that they start: the tests may run in the background."""
+    from tests import killing
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    killing.foreground()
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,12 +147,67 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def start(scenario: str, path: Path) -> multiprocessing.process.BaseProcess:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.killing"])
-    process = context.Process(target=run, args=(scenario, str(path)))
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.killing"])
+
+
+def start(function: Callable[..., None], *arguments: Any) -> multiprocessing.process.BaseProcess:
+    """A process that has this module imported already. A function of another one makes it import that one too."""
+    process = context.Process(target=function, args=arguments)
     process.start()
     return process
+
+
+class StopHere(adammcmc.Callback):
+    """Announces a step, and stays there until a signal had the time to come."""
+
+    def __init__(self, step: int, reached: Any) -> None:
+        self.step, self.reached = step, reached
+
+    def on_step(self, event: adammcmc.Event) -> None:
+        if event.step == self.step:
+            self.reached.set()
+            time.sleep(0.3)
+
+
+def run_and_stop(path: str, step: int, reached: Any) -> None:
+    """A short run that waits for a signal at a step, as in the foreground of a shell."""
+    foreground()
+    torch.set_num_threads(1)
+    adammcmc.sample(path=path, resume=True, callbacks=[StopHere(step, reached)], **short())
+
+
+def short() -> dict[str, Any]:
+    return SCENARIOS["underdamped"]() | {"loss": F.cross_entropy, "num_draws": 5, "burn_in": 40, "progress": False}
+
+
+def foreground() -> None:
+    """Signals as a shell sets them in the foreground: in the background it ignores SIGINT, nohup ignores SIGHUP."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+class Limit(adammcmc.Callback):
+    """Takes the memory away after the second draw."""
+
+    def on_draw(self, event: adammcmc.Event, record: dict[str, Any]) -> None:
+        if event.num_draws == 2:
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (size + 1_000_000, resource.RLIM_INFINITY))
+
+
+def run_out_of_memory() -> None:
+    """Draws of 4 MB in memory, of which some more than two fit; those that did are in the error."""
+    try:
+        model, options = nn.Linear(5, 200_000), {"num_draws": 20, "gap": 1, "burn_in": 1, "progress": False}
+        data = (X[:2], Y[:2])
+        adammcmc.sample(model, data, lambda o, y: o.mean(), sampler=ALGORITHM_1, callbacks=[Limit()], **options)
+    except (RuntimeError, MemoryError) as error:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))  # to read them
+        draws = list(error.result)  # type: ignore[union-attr]
+    if not (2 <= len(draws) < 20 and all(len(draw) == 2 for draw in draws)):
+        raise AssertionError(f"{len(draws)} draws are left")
 
 
 def kill_and_resume(scenario: str, path: Path, seed: int, duration: float) -> int:
@@ -158,7 +215,7 @@ def kill_and_resume(scenario: str, path: Path, seed: int, duration: float) -> in
     dice = random.Random(seed)
     hits = 0
     for _ in range(dice.randint(1, 4)):
-        process = start(scenario, path)
+        process = start(run, scenario, str(path))
         time.sleep(dice.uniform(0, duration))
         if process.is_alive() and process.pid is not None:
             os.kill(process.pid, signal.SIGKILL)
@@ -166,7 +223,7 @@ def kill_and_resume(scenario: str, path: Path, seed: int, duration: float) -> in
         process.join()
         if (path / "run.json").exists():
             FolderStore(path)  # readable at any time
-    process = start(scenario, path)
+    process = start(run, scenario, str(path))
     process.join()
     assert process.exitcode == 0
     return hits

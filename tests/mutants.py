@@ -225,6 +225,27 @@ MUTANTS = [
         "tests/test_resume.py tests/test_store.py",
     ),
     Mutant(
+        "a callback's random numbers taken from the chain",
+        "callbacks.py",
+        "        self._others = states\n",
+        "        for generator, state in zip(self._global, states, strict=True):\n            generator.set_state(state)\n",
+        "tests/test_callbacks.py",
+    ),
+    Mutant(
+        "draws handed over only after a last checkpoint",
+        "run.py",
+        "        error.result = Posterior(store, self.model)  # type: ignore[attr-defined]  # first",
+        "        store.save(chain.key, chain.state())\n        error.result = Posterior(store, self.model)  # first",
+        "tests/test_run.py",
+    ),
+    Mutant(
+        "a terminal that says twice that it closes does not wait",
+        "interrupts.py",
+        "        self.signal = self.signal or signal.Signals(number)\n",
+        "        if self.signal:\n            raise self.exception()\n        self.signal = signal.Signals(number)\n",
+        "tests/test_interrupts.py",
+    ),
+    Mutant(
         "prediction in training mode",
         "predictive.py",
         "    model.eval()\n",

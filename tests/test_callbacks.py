@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adammcmc import AdamMCMC, Gaussian, TensorBoard, sample
+from adammcmc import AdamMCMC, Callback, Event, Gaussian, TensorBoard, sample
 from adammcmc.acceptance import beta_eff
 
 X = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
@@ -49,6 +49,49 @@ def test_tensorboard_shows_the_heat_of_a_plain_minibatch_live(tmp_path: Path) ->
     for (_, noise), (_, beta) in zip(seen["log_ratio_noise"], seen["beta_eff"], strict=True):
         assert noise > 0
         assert beta == pytest.approx(float(beta_eff(torch.tensor(noise))), rel=1e-5)
+
+
+class Draws(Callback):
+    """Draws from torch's global random numbers whenever it can."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.numbers: list[float] = []
+        self.stop_at = stop_at
+
+    def on_start(self, event: Event) -> None:
+        self.numbers.append(float(torch.randn(())))
+
+    def on_step(self, event: Event) -> None:
+        self.on_start(event)
+        if event.step == self.stop_at:
+            raise KeyboardInterrupt
+
+    def on_draw(self, event: Event, record: dict[str, object]) -> None:
+        self.on_start(event)
+
+    def on_end(self, event: Event) -> None:
+        torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_random_numbers_of_a_callback_are_its_own(stacked: bool, tmp_path: Path) -> None:
+    """The chain, whose dropout draws from the same generator, is the same with and without, and after a stop."""
+    options = {"num_draws": 4, "gap": 3, "burn_in": 5, "num_chains": 2, "stacked": stacked, "progress": False}
+
+    def go(path: Path | None, *callbacks: Callback) -> list[dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 3))
+        run = partial(sample, model, (X, Y), F.cross_entropy, sampler=SAMPLER, batch_size=10)
+        return list(run(path=path, resume=path is not None, callbacks=callbacks, **options))
+
+    plain, noisy = go(None), Draws()
+    for one, other in zip(plain, go(None, noisy), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert len(set(noisy.numbers)) > 0.45 * len(noisy.numbers), "not the same numbers at each call"
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path, Draws(stop_at=10))
+    for one, other in zip(plain, go(tmp_path, Draws()), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_missing_package_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from adammcmc.store import FolderStore
 from tests.shell import Answer, ask, furnish, modules_forgotten
 
 # so short a chain says that it has not arrived
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:adammcmc")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 @pytest.fixture(scope="module")
@@ -335,6 +335,7 @@ def test_every_command_has_help(command: str) -> None:
     assert f"Usage: adammcmc {command}" in answer.out
 
 
+@pytest.mark.usefixtures("foreground")
 def test_ctrl_c_keeps_what_there_is_and_says_how_to_go_on(home: Path, tmp_path: Path) -> None:
     """Interrupted, then resumed: the same draws as those of a run that nobody interrupted."""
     words = ["sample", "good.toml", "--set", "run.num_draws=50", "--set", "run.gap=10"]
@@ -371,6 +372,39 @@ def test_ctrl_c_before_the_first_step(home: Path, tmp_path: Path, monkeypatch: p
         assert answer == Answer(130, "", "stopped before the first step; nothing is kept.\n")
     again = "adammcmc resume runs/good --trust-code"
     assert ask("resume", "runs/good").err == f"stopped; runs/good keeps 6 draws. Go on with: {again}\n"
+
+
+def test_other_signals_have_their_exit_codes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object, **options: object) -> None:
+        raise SystemExit(143)
+
+    monkeypatch.setattr("adammcmc.recipe.sample", stop)
+    words = "stopped; runs/good keeps 6 draws. Go on with: adammcmc resume runs/good\n"
+    assert ask("resume", "runs/good") == Answer(143, "", words)
+
+
+@pytest.mark.parametrize(
+    ("command", "file", "breaks"),
+    [
+        ("predict", "x.npz", "numpy.savez_compressed"),
+        ("predict", "x.csv", "csv.writer"),
+        ("diagnose", "x.json", "pathlib.Path.write_text"),
+        ("report", "x.html", "pathlib.Path.write_text"),
+    ],
+)
+def test_an_output_that_fails_leaves_the_old_file(
+    command: str, file: str, breaks: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **options: object) -> None:
+        raise OSError("no space left")
+
+    (tmp_path / file).write_text("the old one")
+    with monkeypatch.context() as patch:
+        patch.setattr(breaks, fail)
+        answer = ask(command, "runs/good", "-o", tmp_path / file)
+    assert (answer.code, "no space left" in answer.err) == (1, True)
+    assert (tmp_path / file).read_text() == "the old one"
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == [file]
 
 
 def test_help_is_set_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,6 +460,13 @@ BAD: list[tuple[list[str], int, str]] = [
     ([*SAMPLE, "--set", "run.burn_in=3", "--set", "burn_in.num_steps=3"], 1, "both say how long to burn in"),
     (["sample", "task.toml", "--set", "task=two-moon"], 1, "there is no task 'two-moon': did you mean `two-moons`?"),
     (["sample", "task.toml"], 1, "[model] `name` is missing. A configuration names a network, data and a loss, or a `task`"),
+    (["sample", "good.toml", "--dry", "--debug"], 2, "No such option"),  # nothing of ours went wrong: no traceback
+    ([*SAMPLE, "--set", "sampler={name='Underdamped'}", "--set", "run.burn_in=0"], 1, "`burn_in` is 0, and the sampler finds"),
+    (
+        [*SAMPLE, "--set", "sampler={name='ExactAdamMCMC',lr=1e-3,sigma=1e-3}", "--set", "acceptance.name=Sequential"],
+        1,
+        "ExactAdamMCMC has no option `acceptance`",
+    ),
     # values
     ([*SAMPLE, "--set", "run.num_draws=0"], 1, "[run] `num_draws` must be an integer of at least 1, got 0"),
     ([*SAMPLE, "--set", "run.num_draws=many"], 1, "[run] `num_draws` must be an integer of at least 1, got 'many'"),

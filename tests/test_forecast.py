@@ -13,7 +13,7 @@ from adammcmc.tables import forecast_lines, format_seconds
 
 TEXT = 'task = "sine"\n[sampler]\nstep_size = 0.001\n[run]\nnum_draws = 40\ngap = 10\n'
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:adammcmc")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def test_a_forecast_is_near_the_truth(tmp_path: Path) -> None:

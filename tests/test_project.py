@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "adammcmc"
 # a file imports only from files above it; `acceptance` is a package
 ORDER = [
     ["whole", "terminal", "memory"],
-    ["lazy", "interrupts", "options", "citation", "errors", "encoding", "moments", "philox"],
+    ["lazy", "interrupts", "warning", "options", "citation", "errors", "encoding", "moments", "philox"],
     ["randomness"],
     ["leaves", "keyed"],
     ["control"],

@@ -119,7 +119,7 @@ def test_samplers(home: Path) -> None:
     assert innermost(by_default) is adammcmc.Underdamped
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:adammcmc")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_sampler_runs(home: Path) -> None:
     settings: dict[str, list[str]] = {
         "Underdamped": ["sampler.step_size=0.01"],

@@ -22,7 +22,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
     finished = {}
     for i, scenario in enumerate(killing.SCENARIOS):
         path, began = folder / str(i), time.monotonic()
-        process = killing.start(scenario, path)
+        process = killing.start(killing.run, scenario, str(path))
         process.join()
         assert process.exitcode == 0, scenario
         finished[scenario] = path, time.monotonic() - began

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import warnings
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ from adammcmc import (
     Underdamped,
     sample,
 )
+from tests import killing
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(60) % 3
@@ -347,7 +349,7 @@ class Interrupt(Callback):
 def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         run(tmp_path / "run", callbacks=[Interrupt(3)], num_chains=2)
-    assert "keeps 3 draws; the same call with resume=True goes on" in caught.value.__notes__[0]
+    assert "keeps 3 draws; the same call with resume=True continues it" in caught.value.__notes__[0]
     whole = run(None, num_chains=2)  # type: ignore[arg-type]
     assert equal(run(tmp_path / "run", resume=True, num_chains=2), whole)
     with pytest.raises(KeyboardInterrupt) as caught:
@@ -382,6 +384,8 @@ def test_a_loss_that_is_not_finite_keeps_what_there_is(tmp_path: Path) -> None:
 
     with pytest.raises(NonFiniteLoss) as caught:
         sample(Sick(), (X, Y), F.cross_entropy, sampler=ALGORITHM_1, batch_size=16, path=tmp_path / "run", **SHORT)
+    assert "unfreeze" not in str(caught.value), "there is no sampler at hand"
+    assert "Check the data, the loss and the prior" in str(caught.value)
     assert isinstance(caught.value.result, Posterior)
     assert 0 < len(caught.value.result) < 6
     assert all(value.isfinite().all() for draw in caught.value.result for value in draw.values())
@@ -392,7 +396,7 @@ def test_what_cannot_be_resumed_is_said_at_the_start_and_not_promised_at_the_end
     options = {"train": DataLoader(Stateless(), 16), "num_data": 60}
     with pytest.raises(KeyboardInterrupt) as caught:
         run(tmp_path / "run", callbacks=[Interrupt(2)], **options)
-    assert "keeps 2 draws; cannot go on" in caught.value.__notes__[0]
+    assert "keeps 2 draws; it cannot be resumed" in caught.value.__notes__[0]
     with pytest.warns(UserWarning, match="cannot be resumed if it is interrupted: DataLoader has no `state_dict`"):
         run(tmp_path / "other", **options)
 
@@ -407,6 +411,35 @@ def test_any_error_keeps_what_there_is() -> None:
         run(None, callbacks=[Bug()])  # type: ignore[arg-type]
     assert len(caught.value.result) == 4  # type: ignore[attr-defined]
     assert "are in the exception's `result`" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("where", ["save", "_on_host"])
+def test_out_of_memory_keeps_the_draws(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there is none left for the copy of a draw, nor for a last checkpoint."""
+
+    class Fill(Callback):
+        def on_draw(self, event: Any, record: dict[str, Any]) -> None:
+            if event.num_draws == 3:
+                monkeypatch.setattr("adammcmc.store.MemoryStore.save", fail)
+                monkeypatch.setattr("adammcmc.store._on_host", fail)
+                if where == "save":
+                    fail()
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError) as caught:
+        run(None, callbacks=[Fill()])  # type: ignore[arg-type]
+    monkeypatch.undo()
+    assert len(caught.value.result) == 3  # type: ignore[attr-defined]
+    assert equal(caught.value.result, run(None)[:3])  # type: ignore[attr-defined, arg-type]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+def test_a_process_at_its_limit_of_memory_keeps_the_draws() -> None:
+    process = killing.start(killing.run_out_of_memory)
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_a_warm_start_from_a_sampler_takes_its_moments_only() -> None:
@@ -604,6 +637,21 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "num_draws": ({"num_draws": 0}, ValueError, "`num_draws` must be an integer of at least 1, got 0"),
     "gap": ({"gap": 2.5}, ValueError, r"`gap` must be an integer of at least 1, got 2\.5"),
     "burn_in": ({"burn_in": -1}, ValueError, "`burn_in` must be an integer of at least 0, got -1"),
+    "no burn-in, no step size": (
+        {"burn_in": 0, "sampler": None},
+        ValueError,
+        "`burn_in` is 0, and the sampler finds its step size in burn-in",
+    ),
+    "no burn-in, no step size, stacked": (
+        {"burn_in": 0, "sampler": None, "num_chains": 2, "stacked": True},
+        ValueError,
+        "`burn_in` is 0, and the sampler finds its step size in burn-in",
+    ),
+    "an option that it has not": (
+        {"sampler": partial(ExactAdamMCMC, lr=1e-3, sigma=1e-3, acceptance=Penalty())},
+        TypeError,
+        "^ExactAdamMCMC has no option `acceptance`; its options are lr, betas",
+    ),
     "num_chains": ({"num_chains": True}, ValueError, "`num_chains` must be an integer of at least 1, got True"),
     "seed": ({"seed": -3}, ValueError, "`seed` must be an integer of at least 0"),
     "keep": ({"keep": "everything"}, ValueError, "`keep` must be 'draws', 'moments' or a number"),
@@ -746,6 +794,70 @@ def test_another_run_is_refused_and_the_stored_one_stays(finished: Path, case: s
     assert {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()} == before
 
 
+class Laplace(adammcmc.target.Prior):
+    """A prior of a user's: its scale is nowhere to be seen."""
+
+    def __init__(self, scale: float) -> None:
+        self._density = lambda p: -p.abs().sum(dtype=torch.float64) / scale
+
+    def log_density(self, params: Any) -> Tensor:
+        return torch.as_tensor(sum(self._density(p) for p in params))
+
+
+class Box(adammcmc.target.Prior):
+    """One whose density is the same inside."""
+
+    def __init__(self, edge: float) -> None:
+        self.edge = edge
+
+    def log_density(self, params: Any) -> Tensor:
+        largest = torch.stack([p.abs().max() for p in params]).max()
+        return torch.where(largest <= self.edge, 0.0, -math.inf).double()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (
+            Laplace(1.0),
+            Laplace(0.001),
+            r"another prior: its log density at weights of up to 0\.01 was -0\.\d+, now it is -\d\d",
+        ),
+        (Box(5.0), Box(6.0), r"another prior: its `edge` was 5\.0, now it is 6\.0"),
+        (Box(5.0), Box(5.0), None),
+        (Laplace(1.0), Laplace(1.0), None),
+        (Gaussian.fan_in(network(), 2.0), Gaussian.fan_in(network(), 2.0), None),
+    ],
+)
+def test_another_prior_of_the_same_name_is_refused(old: Any, new: Any, words: str | None, tmp_path: Path) -> None:
+    sampler = partial(AdamMCMC, lr=1e-3, sigma=1e-2, sigma_along=2.0)
+    run(tmp_path / "run", sampler=sampler, prior=old, num_draws=1)
+    if words is None:
+        assert len(run(tmp_path / "run", sampler=sampler, prior=new, num_draws=2, resume=True)) == 2
+        return
+    with pytest.raises(StoreMismatch, match=words):
+        run(tmp_path / "run", sampler=sampler, prior=new, num_draws=2, resume=True)
+
+
+def test_other_software_or_hardware_is_said_once_and_recorded(tmp_path: Path) -> None:
+    """And is no hindrance; nor is a run of a version that recorded neither machine nor prior."""
+    run(tmp_path / "run", num_draws=1)
+    file = tmp_path / "run" / "run.json"
+    manifest = json.loads(file.read_text())
+    assert manifest["machine"]["threads"] == torch.get_num_threads()
+    old = {key: value for key, value in manifest.items() if key not in ("machine", "prior")}
+    file.write_text(json.dumps(old))
+    run(tmp_path / "run", num_draws=2, resume=True)
+    changed = {"machine": manifest["machine"] | {"threads": 99}, "versions": manifest["versions"] | {"torch": "1.0"}}
+    file.write_text(json.dumps(manifest | changed))
+    here = rf"torch 1\.0 -> {torch.__version__.replace('+', '.')}, threads 99 -> {torch.get_num_threads()}"
+    with pytest.warns(UserWarning, match=rf"other software or hardware \({here}\): .* valid, but not bit for bit") as caught:
+        run(tmp_path / "run", num_draws=3, resume=True)
+    assert len(caught) == 1
+    assert len(run(tmp_path / "run", num_draws=4, resume=True)) == 4  # the same again: nothing to say
+    assert len(json.loads(file.read_text())["resumed"]) == 1
+
+
 def test_a_model_of_another_architecture_cannot_be_opened(finished: Path) -> None:
     with pytest.raises(StoreMismatch, match=r"it has no '2\.weight'|another model"):
         Posterior.open(finished, nn.Linear(4, 3))
@@ -761,7 +873,7 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(tmp_path: Path, mon
     with pytest.raises(StoreFull, match=r"the run would write .* and .* has 10 kB left"):
         run(tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr("adammcmc.run._free_memory", lambda: 100)
+    monkeypatch.setattr("adammcmc.run.free_memory", lambda: 100)
     with pytest.raises(MemoryError, match="Pass `path` to keep them on disk"):
         run(None)  # type: ignore[arg-type]
 

@@ -3,11 +3,12 @@
 0    done
 1    it could not be done: bad configuration, data, network or run folder; the line on standard error says what and where
 2    the command line itself was not understood
-130  stopped by Ctrl-C
+130  stopped by Ctrl-C; 143 by SIGTERM, 129 by SIGHUP
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from adammcmc.terminal import printable
 
 __all__ = ["main", "run"]
 
+_SILENT = logging.NullHandler()  # what the library logs when a run stops, the command says in its own words
 _SPEAK_FOR_THEMSELVES = (ValueError, TypeError, OSError, RuntimeError, MemoryError, ImportError, Warning)
 
 
@@ -34,12 +36,13 @@ def run(words: Sequence[str]) -> int:
     end = words.index("--") if "--" in words else len(words)
     wants_traceback = "--debug" in words[:end]
     words = [word for i, word in enumerate(words) if word != "--debug" or i > end]
+    logging.getLogger("adammcmc").addHandler(_SILENT)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning  # type: ignore[assignment]
             code = app(words, prog_name="adammcmc", standalone_mode=False)
     except Exception as error:
-        if wants_traceback:
+        if wants_traceback and not hasattr(error, "format_message"):  # (a command line that was not understood has no line)
             raise
         return _tell(error)
     return code if isinstance(code, int) else 0

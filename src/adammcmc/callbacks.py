@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from adammcmc.sampler import Sampler
@@ -15,7 +16,7 @@ from adammcmc.stacked import StackedChain
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["Callback", "Event", "TensorBoard"]
+__all__ = ["Callback", "Event", "OwnNumbers", "TensorBoard"]
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,16 @@ class Event:
 class Callback:
     """What a run calls. Override what you need.
 
-    What a callback raises stops the run, as Ctrl-C does: the store keeps what there was, and `resume=True` goes on. It must not
-    draw from torch's global random numbers, or a resumed run would not be bit for bit the same.
+    What a callback raises stops the run, as Ctrl-C does: the store keeps what there was, and `resume=True` goes on. It may draw
+    from torch's global random numbers: inside a callback they are a stream of their own, which the chain does not see.
 
     Where chains run as one stack it is called for one chain after the other, and the chain's weights are put into the model
     before: a callback that overrides `on_step` costs a copy of all weights at each step there.
     """
+
+    def overrides(self, name: str) -> bool:
+        """Whether this callback has its own method of this name."""
+        return getattr(getattr(self, name), "__func__", None) is not getattr(Callback, name)
 
     def on_start(self, event: Event) -> None:
         """A chain begins, or goes on after a stop."""
@@ -55,6 +60,36 @@ class Callback:
 
     def on_end(self, event: Event) -> None:
         """A chain has all its draws."""
+
+
+class OwnNumbers:
+    """Inside, torch's global random numbers are another stream; outside, they are as if it had not been there.
+
+    So what a callback draws cannot change the chain, and two calls do not get the same numbers. Nothing here waits for a GPU.
+
+    Args:
+        seed: of the stream.
+        device: of the chain. On CUDA its random numbers are exchanged as well as those of the CPU.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._global = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._global.append(torch.cuda.default_generators[index])
+        self._others = [torch.Generator(g.device).manual_seed(seed).get_state() for g in self._global]
+
+    def __enter__(self) -> None:
+        self._exchange()
+
+    def __exit__(self, *_: object) -> None:
+        self._exchange()
+
+    def _exchange(self) -> None:
+        states = [generator.get_state() for generator in self._global]
+        for generator, state in zip(self._global, self._others, strict=True):
+            generator.set_state(state)
+        self._others = states
 
 
 class TensorBoard(Callback):

@@ -8,7 +8,6 @@ generators' offsets are set before each replay, and dropout has the same mask in
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils import _pytree
 from adammcmc.health import PENDING
 from adammcmc.kernel import Info
 from adammcmc.stateful import GraphNumbers
+from adammcmc.warning import warn
 
 __all__ = ["Captures", "Ring"]
 
@@ -222,9 +222,7 @@ class Captures:
     def _give_up(self, reason: str) -> None:
         self._reason, self._again = reason, None
         self._graphs.clear()
-        warnings.warn(
-            f"steps are not captured in a CUDA graph: {reason.rstrip('.')}. They run as usual, only slower.", stacklevel=5
-        )
+        warn(f"steps are not captured in a CUDA graph: {reason.rstrip('.')}. They run as usual, only slower.")
 
 
 def _flatten(x: Any, leaves: list[Any]) -> Any:

@@ -151,7 +151,7 @@ def warm_up(
         if adaptation.is_done:
             break
     _check_not_frozen(state, (kernel, state.params))
-    adaptation.warn(state.step, stacklevel=2)
+    adaptation.warn(state.step)
     return kernel, state.params
 
 

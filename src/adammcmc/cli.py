@@ -15,7 +15,9 @@ import typer
 
 import adammcmc
 from adammcmc.cli_jets import app as jets_app
+from adammcmc.cli_jets import exit_after_stop
 from adammcmc.terminal import say
+from adammcmc.whole import write_whole
 
 if TYPE_CHECKING:
     from adammcmc.posterior import Posterior
@@ -28,7 +30,8 @@ app = typer.Typer(
     help="Draw a neural network's weights from its posterior by Metropolis-Hastings around Adam steps, "
     "and be told what was sampled.",
     epilog="In this order: schema (a configuration to start from), sample, diagnose, report, predict. Exit codes: 0 done, 1 an "
-    "error, 2 the command line was not understood, 130 stopped by Ctrl-C. --debug, anywhere, shows the traceback of an error.",
+    "error, 2 the command line was not understood, 130 stopped by Ctrl-C (143 by SIGTERM, 129 by SIGHUP). --debug, anywhere, "
+    "shows the traceback of an error.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
@@ -226,7 +229,7 @@ def diagnose(
             raise
         summary, examples, failure = posterior.summary(), None, error
     if output is not None:
-        output.write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
+        write_whole(output, json.dumps(summary.to_dict(), indent=2) + "\n")
     say(str(summary))
     if failure is not None:
         say(f"note: the held-out data cannot be predicted: {' '.join(str(failure).split())}")
@@ -392,20 +395,20 @@ def _check_output(output: Path, *endings: str) -> None:
 
 @contextmanager
 def _stopping(path: Path | None, flag: str = "") -> Iterator[None]:
-    """After Ctrl-C: what is kept in this folder, and how to go on. None: there is none yet."""
+    """After Ctrl-C or another signal: what is kept in this folder, and how to continue. None: there is none yet."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:
         if path is not None and (path / "run.json").exists():
             number = "what it had"
             with suppress(Exception):  # a count is not worth an error
                 from adammcmc.store import FolderStore
 
                 number = f"{len(FolderStore(path).index)} draws"
-            say(f"stopped; {path} keeps {number}. Go on with: adammcmc resume {path}{flag}", err=True)
+            words = f"stopped; {path} keeps {number}. Go on with: adammcmc resume {path}{flag}"
         else:
-            say("stopped before the first step; nothing is kept.", err=True)
-        raise typer.Exit(130) from None
+            words = "stopped before the first step; nothing is kept."
+        raise exit_after_stop(error, words) from None
 
 
 def _announce(target: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from adammcmc.terminal import say
+from adammcmc.whole import write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -305,7 +306,7 @@ def evaluate(
     say(f"trained network alone: accuracy {accuracy(trained, jets.kind)}, AUC {auc(trained, jets.kind)}")
     say(f"mean over {len(posterior)} draws, {numbers}")
     write_scores(folder / "scores.csv", jets, prediction, rows=rows, trained=trained)
-    (folder / "tagging.json").write_text(as_json(numbers))
+    write_whole(folder / "tagging.json", as_json(numbers))
     draw_tagging(folder / "tagging.png", prediction, jets)
     written = ["scores.csv", "tagging.json", "tagging.png"]
     if elsewhere is not None:
@@ -320,12 +321,18 @@ def evaluate(
 
 @contextmanager
 def _stopping(words: str) -> Iterator[None]:
-    """What to say after an interrupt."""
+    """What to say after Ctrl-C or another signal."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:
+        raise exit_after_stop(error, words) from None
+
+
+def exit_after_stop(error: KeyboardInterrupt | SystemExit, words: str) -> typer.Exit:
+    """The exit code of what stopped a command, once these words were said: the terminal may be gone."""
+    with suppress(OSError):
         say(words, err=True)
-        raise typer.Exit(130) from None
+    return typer.Exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 130)
 
 
 def _split(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import random
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,8 @@ from torch.utils.data import (
     SequentialSampler,
     default_collate,
 )
+
+from adammcmc.warning import warn
 
 __all__ = ["Data", "Examples", "TensorExamples", "as_data", "derive_seed", "to_device"]
 
@@ -399,10 +400,9 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, num_data: int 
             "serves all of a data set. Choose them with torch.utils.data.Subset."
         )
     if not isinstance(loader.sampler, RandomSampler | SequentialSampler) or getattr(loader.sampler, "replacement", False):
-        warnings.warn(
+        warn(
             f"the order of batches is the library's own, a permutation of all examples: the DataLoader's "
             f"{type(loader.sampler).__name__} is not used.",
-            stacklevel=3,
         )
     options = {key: getattr(loader, key) for key in ("num_workers", "pin_memory", "timeout", "worker_init_fn")}
     if loader.num_workers > 0:

@@ -13,6 +13,7 @@ from adammcmc.jets.files import bundled, read_jets
 from adammcmc.jets.tagger import Tagger, Training
 from adammcmc.jets.tagging import compare_kinds, evaluate, scores_of
 from adammcmc.predictive import Prediction
+from adammcmc.whole import whole
 
 __all__ = ["draw_picture", "run_demo"]
 
@@ -108,4 +109,5 @@ def draw_picture(output: Path, seen: tuple[Jets, Prediction], elsewhere: tuple[J
     panel_roc(left, seen[1], seen[0].kind)
     panel_groups(middle, seen[1], seen[0].kind)
     panel_information(right, seen, elsewhere)
-    figure.savefig(output, dpi=140)
+    with whole(output) as file:
+        figure.savefig(file, dpi=140)

@@ -21,6 +21,14 @@ class NonFiniteLoss(RuntimeError):
     result: object = None
     """What was drawn before the error, in the form that the call would have returned; None where there is no such thing."""
 
+    def __init__(self, message: str = "", remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
+        """What to do about it, the end of the message: it differs between a loop of one's own and `sample`."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} {self.remedy}".strip()
+
 
 class PerExampleLossRequired(RuntimeError):
     """The acceptance test needs the losses of single examples, and the sampler was given no `examples`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +31,7 @@ __all__ = [
     "finds_settings",
     "given_options",
     "innermost",
+    "prior_difference",
     "scanned",
     "settings_of",
     "told",
@@ -72,6 +75,7 @@ def as_factory(sampler: Any, prior: Prior | None, model: nn.Module, whole: bool)
             "`sampler` must make a sampler from parameters, such as partial(AdamMCMC, lr=1e-3, sigma=1e-3, sigma_along=2.0), "
             f"got {got}."
         )
+    _check_options(sampler)
     parameter = inspect.signature(sampler).parameters.get("prior")
     if prior is None and parameter is not None and parameter.default is parameter.empty:
         prior = Gaussian.fan_in(model, gain=2.0)
@@ -83,6 +87,18 @@ def as_factory(sampler: Any, prior: Prior | None, model: nn.Module, whole: bool)
     if "prior" not in _accepted(sampler):
         raise ValueError("`prior` was given, but `sampler` is a function that takes none: give the prior there.")
     return functools.partial(sampler, prior=prior)
+
+
+def _check_options(factory: Any) -> None:
+    """Refuse a partial with options that what it calls does not take."""
+    try:
+        inspect.signature(factory)
+    except ValueError:
+        made_by = innermost(factory)
+        name, takes = getattr(made_by, "__name__", type(made_by).__name__), list(inspect.signature(made_by).parameters)
+        wrong = [option for option in given_options(factory) if option not in takes]
+        what = f"has no option `{wrong[0]}`" if wrong else "was given too many arguments"
+        raise TypeError(f"{name} {what}; its options are {', '.join(takes[1:])}.") from None
 
 
 def build_scheduler(make: Callable[[Sampler], LRScheduler], sampler: Sampler) -> LRScheduler:
@@ -122,9 +138,60 @@ def settings_of(sampler: Sampler) -> dict[str, Any]:
     return {"groups": groups, **simple}
 
 
-def describe_prior(prior: Prior | None) -> Any:
-    """All that is known of a prior, as JSON."""
-    return [str(prior), plain_json(getattr(prior, "scale", None))]
+_PROBES = (0.01, 0.1, 1.0, 10.0)
+
+
+def describe_prior(prior: Prior | None, sampler: Sampler) -> dict[str, Any] | None:
+    """What tells a prior from another one, as JSON: its public numbers, and its log density at a few weights of these shapes.
+
+    The log density shows what no name does: a constant in a closure, a changed line of code.
+    """
+    if prior is None:
+        return None
+    shown = {name: _as_words(value) for name, value in vars(prior).items() if not name.startswith("_")}
+    params = [p.detach() for group in sampler.param_groups for p in group["params"] if p.requires_grad]
+    return {
+        "attributes": {name: words for name, words in shown.items() if words is not None},
+        "log_density": [_log_density(prior, params, scale) for scale in _PROBES],
+    }
+
+
+def prior_difference(before: dict[str, Any] | None, now: dict[str, Any] | None) -> str | None:
+    """In what two descriptions differ, in words; None: in nothing, or an older version wrote none."""
+    if before is None or now is None:
+        return None
+    old, new = before["attributes"], now["attributes"]
+    for name in [*old, *(name for name in new if name not in old)]:
+        if old.get(name) != new.get(name):
+            return f"its `{name}` was {old.get(name)}, now it is {new.get(name)}"
+    for scale, a, b in zip(_PROBES, before["log_density"], now["log_density"], strict=True):
+        numbers = isinstance(a, float) and isinstance(b, float)
+        if not (math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-9) if numbers else a == b):
+            return f"its log density at weights of up to {scale:g} was {a}, now it is {b}"
+    return None
+
+
+def _as_words(value: Any) -> str | None:
+    """A number, a word, a tensor, or a few of them; None for what has no short name, or (an object) another one each time."""
+    if isinstance(value, bool | int | float | str):
+        return str(value)
+    if isinstance(value, Tensor):
+        content = bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return f"{tuple(value.shape)} {zlib.crc32(content):08x}"
+    if isinstance(value, tuple | list) and all(isinstance(item, bool | int | float | str) for item in value):
+        text = ", ".join(map(str, value))
+        return text if len(text) < 200 else f"{len(value)} values {zlib.crc32(text.encode()):08x}"
+    return None
+
+
+def _log_density(prior: Prior, params: list[Tensor], scale: float) -> float | str:
+    """At weights spread evenly over (-scale, scale); a word where it is not finite."""
+    points = [torch.linspace(-scale, scale, p.numel(), dtype=p.dtype, device=p.device).reshape(p.shape) for p in params]
+    try:
+        value = float(prior.log_density(points))
+    except Exception as error:  # outside of its support a prior may say so by an error
+        return type(error).__name__
+    return value if math.isfinite(value) else str(value)
 
 
 def build(factory: Factory, model: nn.Module, fill: dict[str, Any]) -> Sampler:

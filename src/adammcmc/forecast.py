@@ -73,7 +73,7 @@ def forecast(recipe: Recipe) -> Forecast:
 def _timed(recipe: Recipe, steps: int) -> tuple[float, Posterior]:
     """Seconds that so many steps take, and what came of them."""
     burn_in = recipe.burn_in
-    shortest = replace(burn_in, num_steps=1) if isinstance(burn_in, BurnIn) else 1
+    shortest = replace(burn_in, num_steps=1) if isinstance(burn_in, BurnIn) else 0 if burn_in == 0 else 1
     began = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one step of burn-in reaches nothing
@@ -86,6 +86,6 @@ def _known_burn_in(recipe: Recipe) -> int | None:
     burn_in, run, sampler = recipe.burn_in, recipe.config.run, recipe.sampler()
     if isinstance(burn_in, BurnIn):
         return burn_in.num_steps
-    if not burn_in and (sampler is None or finds_settings(sampler)):
+    if burn_in is None and (sampler is None or finds_settings(sampler)):
         return None
     return run.num_draws * run.gap // 4 if burn_in is None else burn_in

@@ -8,7 +8,6 @@ for x, y in loader:
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -30,6 +29,7 @@ from adammcmc.sampler import GraphBody, Outcome, Params, Sampler, plain
 from adammcmc.stateful import BatchNormPolicy, GraphNumbers
 from adammcmc.target import Evaluation, Gaussian, Prior, Target
 from adammcmc.tuning import BurnIn
+from adammcmc.warning import warn
 
 if TYPE_CHECKING:
     from adammcmc.onepass import OnePass
@@ -451,10 +451,9 @@ class AdamMCMC(Sampler):
                 raise ValueError(f"parameter {index} has no moments of Adam: this is not a state of torch.optim.Adam.")
         if decay := max((g.get("weight_decay", 0.0) for g in state_dict["param_groups"]), default=0.0):
             scale = 1 / math.sqrt(decay * self.target.scale)
-            warnings.warn(
+            warn(
                 f"the optimizer had weight_decay={decay:g}, the sampler has none. For Adam (not AdamW) the same pull on the "
                 f"weights is prior=Gaussian({scale:.3g}) at this inverse temperature and data size.",
-                stacklevel=3,
             )
         moments = {i: {key: state[key] for key in keys} for i, state in state_dict["state"].items()}
         groups = super().state_dict()["param_groups"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from adammcmc.terminal import printable
@@ -66,8 +66,13 @@ def show_bar(description: str, *, show: bool = True, unit: str = "steps") -> Ite
         TimeRemainingColumn(),
         TextColumn("{task.fields[status]}", markup=False),
     )
-    with Progress(*columns, console=Console(stderr=True)) as display:
+    display = Progress(*columns, console=Console(stderr=True))
+    display.start()
+    try:
         yield Bar(display, description, unit)
+    finally:
+        with suppress(OSError):  # a terminal that was closed must not hide what ended the work
+            display.stop()
 
 
 def track(

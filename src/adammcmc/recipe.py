@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +39,7 @@ from adammcmc.store import read_manifest
 from adammcmc.target import Prior
 from adammcmc.tasks import TASKS, Task
 from adammcmc.tuning import BurnIn
+from adammcmc.warning import warn
 
 __all__ = ["Announcement", "Recipe", "Source", "check_trusted", "code_of", "find", "load_data", "prepare"]
 
@@ -443,7 +443,7 @@ def load_data(
         is_target = i > 0 and i == len(arrays) - 1
         if not is_target and not has_indices and array.dtype.kind in "iub" and array.size:
             extent = f"{int(array.min())} to {int(array.max())}"
-            warnings.warn(f"{place}: inputs of {array.dtype} ({extent}) become floats as they are, not scaled.", stacklevel=2)
+            warn(f"{place}: inputs of {array.dtype} ({extent}) become floats as they are, not scaled.")
         parts.append(_converted(array, dtype, stays_whole=has_labels if is_target else has_indices))
     return parts[0] if len(parts) == 1 else tuple(parts)
 

@@ -14,7 +14,6 @@ import json
 import logging
 import platform
 import time
-import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,11 +30,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
 
-from adammcmc.callbacks import Callback, Event
+from adammcmc.callbacks import Callback, Event, OwnNumbers
 from adammcmc.corrected import CorrectedMALA
 from adammcmc.data import Data, as_data, derive_seed, to_device
 from adammcmc.encoding import can_store, plain_json
-from adammcmc.errors import StoreMismatch
+from adammcmc.errors import NonFiniteLoss, StoreMismatch
 from adammcmc.factory import (
     Factory,
     as_factory,
@@ -46,12 +45,14 @@ from adammcmc.factory import (
     finds_settings,
     given_options,
     innermost,
+    prior_difference,
     scanned,
     settings_of,
     told,
 )
 from adammcmc.interrupts import Interrupt, deferred_interrupt
 from adammcmc.likelihood import DataExamples, Likelihood, Loss, as_likelihood, likelihood_of
+from adammcmc.memory import free_memory
 from adammcmc.moments import Moments
 from adammcmc.posterior import Posterior, bare, check_model, describe_tensors
 from adammcmc.predictive import Probe
@@ -62,6 +63,7 @@ from adammcmc.stacked import CannotStack, Setup, StackedSampler, setup_of
 from adammcmc.store import FolderStore, MemoryStore, Store, check_manifest, check_space, format_bytes, read_manifest
 from adammcmc.target import Prior
 from adammcmc.tuning import BurnIn
+from adammcmc.warning import warn
 
 __all__ = ["forecast_size", "sample"]
 
@@ -116,8 +118,8 @@ def sample(
         num_draws: of each chain.
         gap: steps between two draws.
         burn_in: steps before the chain counts; the first draw comes `gap` steps later. A sampler that finds its settings itself
-            does so in them. A `BurnIn` makes any sampler adapt. None: until the sampler's own adaptation ends; without one, a
-            quarter of the steps that follow.
+            does so in them (0 is then an error). A `BurnIn` makes any sampler adapt. None: until the sampler's own adaptation
+            ends; without one, a quarter of the steps that follow.
         num_chains: how many, each with its own random numbers.
         stacked: True runs all chains at once, their weights stacked, the model under `torch.func.vmap`. They then share the
             batches (not the noise), adapt to their mean acceptance, and stop and go on together. False: one after the other,
@@ -126,7 +128,7 @@ def sample(
         seed: fixes every random number: noise, order of the data, dropout.
         path: a folder for the draws; None keeps them in memory.
         resume: go on with the run in `path`, bit for bit, or start it if there is none. Everything must be as it was, but
-            `num_draws` may grow.
+            `num_draws` may grow. (Bit for bit with the same versions, device and number of threads; others are warned of.)
         keep: "draws", or "moments" (mean and variance of the weights only), or a number: moments and the last k draws.
         dtype: of the stored draws; None is that of the weights.
         initial: one state dictionary for each chain to start from, such as the members of an ensemble.
@@ -139,7 +141,8 @@ def sample(
         progress: show a bar if standard error is a terminal.
 
     Returns:
-        The posterior. If the loss is not finite, `NonFiniteLoss` has what there is in its `result`.
+        The posterior. Any exception has what was drawn before in its `result`: `NonFiniteLoss`, a lack of memory, Ctrl-C, and
+        the `SystemExit` that SIGTERM and SIGHUP become at the end of their step.
     """
     _check_arguments(model, num_draws, gap, burn_in, num_chains, seed, keep, dtype, path, resume, initial, callbacks)
     num_draws, gap, num_chains, seed = int(num_draws), int(gap), int(num_chains), int(seed)  # numpy's are no JSON
@@ -149,7 +152,7 @@ def sample(
     compiled, model = model, bare(model)
     data = as_data(train, batch_size, num_data)
     if path is not None and data.why_not_resumable is not None:
-        warnings.warn(f"this run cannot be resumed if it is interrupted: {data.why_not_resumable}.", stacklevel=2)
+        warn(f"this run cannot be resumed if it is interrupted: {data.why_not_resumable}.")
     device = next(model.parameters()).device
     whole = data.batch_size == data.num_data
     factory = as_factory(sampler, prior, model, whole)
@@ -202,7 +205,7 @@ def sample(
             "configuration": {
                 "sampler": type(one).__name__,
                 "loss": run.loss.description,
-                "prior": describe_prior(one.target.prior),
+                "prior": [str(one.target.prior), plain_json(getattr(one.target.prior, "scale", None))],
                 "scheduler": type(chain.scheduler).__name__ if isinstance(chain, _Chain) and chain.scheduler else None,
                 "modes (train or eval)": _modes(model),
                 "num_draws": num_draws,
@@ -215,6 +218,7 @@ def sample(
                 **({"stacked": True} if run.stack is not None else {}),
                 **({"scan": run.scan} if run.scan else {}),
             },
+            "prior": describe_prior(one.target.prior, one),
             "data": {"num_data": data.num_data, "fingerprint": data.fingerprint()},
             "why_not_resumable": data.why_not_resumable,
             "model": {
@@ -223,6 +227,7 @@ def sample(
                 "tensors": describe_tensors(model),
             },
             "versions": _versions(),
+            "machine": _machine(device),
             **({} if config is None else {"config": json.loads(json.dumps(dict(config), allow_nan=False))}),
         }
         store = _open_store(path, manifest, run, resume)
@@ -355,15 +360,25 @@ class _Run:
 
     def _add_what_is_left(self, error: BaseException, chain: _Loop, store: Store) -> None:
         """Nothing is lost: the exception says where it is, or has it."""
+        error.result = Posterior(store, self.model)  # type: ignore[attr-defined]  # first: what follows may fail as well
+        if isinstance(error, NonFiniteLoss):
+            error.remedy = (
+                "Check the data, the loss and the prior (at step 0: whether the weights lie inside its support); where they "
+                "are right, take shorter steps (step_size, lr, sigma). Draws made before are kept."
+            )
         with suppress(Exception):  # the error that is under way says more
             if isinstance(store, FolderStore):
                 store.flush()
-                how = "cannot go on" if self.data.why_not_resumable else "the same call with resume=True goes on"
-                error.add_note(f"'{store.path}' keeps {len(store.index)} draws; {how}.")
+                error.result = Posterior(store, self.model)  # type: ignore[attr-defined]  # with what was being written
+                how = "it cannot be resumed" if self.data.why_not_resumable else "the same call with resume=True continues it"
+                note = f"'{store.path}' keeps {len(store.index)} draws; {how}."
             else:
+                note = f"the {len(store.index)} draws so far are in the exception's `result`."
+            error.add_note(note)
+            if isinstance(error, SystemExit):  # whose notes nobody prints
+                _logger.warning("; ".join(error.__notes__))
+            if not isinstance(store, FolderStore):
                 store.save(chain.key, chain.state())
-                error.add_note(f"the {len(store.index)} draws so far are in the exception's `result`.")
-            error.result = Posterior(store, self.model)  # type: ignore[attr-defined]
 
 
 class _Loop(ABC):
@@ -385,6 +400,11 @@ class _Loop(ABC):
     def _planned_burn_in(self) -> int | None:
         """Steps; None: as long as the sampler adapts."""
         burn_in = self.run.burn_in
+        if burn_in == 0 and self.sampler.is_adapting:
+            raise ValueError(
+                "`burn_in` is 0, and the sampler finds its step size in burn-in: there would be nothing to sample with. Give "
+                "the sampler its `step_size`, or leave out `burn_in`."
+            )
         if isinstance(burn_in, int):
             return burn_in
         if isinstance(burn_in, BurnIn) or self.sampler.is_adapting:
@@ -405,8 +425,8 @@ class _Loop(ABC):
         """Keep the present weights."""
 
     @abstractmethod
-    def _tell(self, what: str, *arguments: Any) -> None:
-        """Call the callbacks."""
+    def _call(self, callbacks: Sequence[Callback], what: str, *arguments: Any) -> None:
+        """Call one method of these callbacks."""
 
     @abstractmethod
     def _forget_burn_in(self) -> None:
@@ -439,6 +459,8 @@ class _Loop(ABC):
             return
         if self.burned_in_at is None and self._is_burned_in():
             self.burned_in_at = sampler.num_steps  # there is no burn-in
+        seed = derive_seed(run.seed, self.chains[0], 3, sampler.num_steps)
+        self._numbers = OwnNumbers(seed, run.device)
         self._tell("on_start")
         self._since = time.perf_counter()
         while self.num_draws < run.num_draws:
@@ -456,15 +478,22 @@ class _Loop(ABC):
                 store.flush()
                 store.save(self.key, self.state())
                 last_saved = time.monotonic()
-            if run.callbacks:
+            try:
                 self._tell("on_step")
-            bar.update(sampler.num_steps, self._num_steps(), self._status)
-            if interrupt.is_asked:
-                store.flush()
-                store.save(self.key, self.state())
-                raise KeyboardInterrupt
+                bar.update(sampler.num_steps, self._num_steps(), self._status)
+            finally:  # also where a callback or the bar fails to write to a terminal that was closed
+                if interrupt.is_asked:
+                    store.flush()
+                    store.save(self.key, self.state())
+                    raise interrupt.exception()
         store.flush()
         self._tell("on_end")
+
+    def _tell(self, what: str, *arguments: Any) -> None:
+        """Call the callbacks that have this method."""
+        if callbacks := [callback for callback in self.run.callbacks if callback.overrides(what)]:
+            with self._numbers:
+                self._call(callbacks, what, *arguments)
 
     def _is_burned_in(self) -> bool:
         return not self.sampler.is_adapting and self.sampler.num_steps >= (self._burn_in or 0)
@@ -579,10 +608,10 @@ class _Chain(_Loop):
     def _describe(self) -> str:
         return self.run.describe_fully(self.sampler)
 
-    def _tell(self, what: str, *arguments: Any) -> None:
+    def _call(self, callbacks: Sequence[Callback], what: str, *arguments: Any) -> None:
         sampler = self.sampler
         event = Event(self.chain, sampler.num_steps, self.num_draws, self.burned_in_at is None, sampler, self.run.model)
-        for callback in self.run.callbacks:
+        for callback in callbacks:
             getattr(callback, what)(event, *arguments)
 
     # --- the checkpoint -----------------------------------------------------------------------------------------
@@ -657,10 +686,8 @@ class _Stack(_Loop):
     def _describe(self) -> str:
         return self.run.describe_fully(self.sampler.prototype)
 
-    def _tell(self, what: str, *arguments: Any) -> None:
-        # putting weights into the model costs: not for those who do not look
-        callbacks = [c for c in self.run.callbacks if getattr(type(c), what) is not getattr(Callback, what)]
-        for chain in self.chains if callbacks else ():
+    def _call(self, callbacks: Sequence[Callback], what: str, *arguments: Any) -> None:
+        for chain in self.chains:
             self.sampler.place(chain)
             own = [argument[chain] for argument in arguments]
             view, is_burning_in = self.sampler.chain(chain), self.burned_in_at is None
@@ -731,7 +758,7 @@ def _stack(run: _Run, first: Any, *, is_asked: bool) -> _Stack | None:
             raise CannotStack(
                 f"the chains cannot be run at once: {why}. Pass stacked=False to run one after the other."
             ) from why
-        warnings.warn(f"the chains run one after the other, since they cannot be run at once: {why}.", stacklevel=3)
+        warn(f"the chains run one after the other, since they cannot be run at once: {why}.")
         return None
     return stack
 
@@ -771,6 +798,7 @@ def _reopened(path: Path, manifest: dict[str, Any], run: _Run) -> FolderStore:
     try:
         check_manifest(store.manifest, path)
         _check_same_run(store.manifest, manifest, run, path)
+        _note_machine(store.manifest, manifest, path)
         store.manifest["configuration"]["num_draws"] = run.num_draws
         store.manifest |= {key: manifest[key] for key in ("config",) if key in manifest}
         store.write_manifest()
@@ -801,8 +829,27 @@ def _check_same_run(before: dict[str, Any], now: dict[str, Any], run: _Run, fold
             )
         if key != "num_draws" and old != new:
             raise StoreMismatch(f"{what} has {key} = {old}, this call has {new}. To go on, everything must be as it was.")
+    if (difference := prior_difference(before.get("prior"), now["prior"])) is not None:
+        raise StoreMismatch(f"{what} was made with another prior: {difference}. To go on, everything must be as it was.")
     if before["data"]["fingerprint"] != now["data"]["fingerprint"]:
         raise StoreMismatch(f"{what} was made with other data: their values differ from those of this call.")
+
+
+_BITS = ("adammcmc", "torch", "numpy")
+"""Versions that a random number or a sum may depend on."""
+
+
+def _note_machine(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Warn where the run continues on what may round differently, and record it."""
+    last = (before.get("resumed") or [before])[-1]
+    old, new = ({**{name: x["versions"].get(name) for name in _BITS}, **x.get("machine", now["machine"])} for x in (last, now))
+    differences = [f"{name} {old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]]
+    if differences:
+        warn(
+            f"the run in '{folder}' continues with other software or hardware ({', '.join(differences)}): what it draws from "
+            "here on is as valid, but not bit for bit what it would have drawn before."
+        )
+        before.setdefault("resumed", []).append({key: now[key] for key in ("created", "versions", "machine")})
 
 
 def forecast_size(
@@ -820,22 +867,12 @@ def forecast_size(
 
 
 def _check_memory(size: int) -> None:
-    free = _free_memory()
+    free = free_memory()
     if free is not None and size > free:
         raise MemoryError(
             f"the draws would take {format_bytes(size)} of memory, and {format_bytes(free)} are free. Pass `path` to keep them "
             "on disk, or keep fewer (`num_draws`, keep=k, keep='moments', dtype=torch.bfloat16)."
         )
-
-
-def _free_memory() -> int | None:
-    """Bytes that can be had, those of the system's file cache included; None where nobody says."""
-    try:
-        with open("/proc/meminfo") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
 
 
 # --- small things ---------------------------------------------------------------------------------------------------------
@@ -944,6 +981,25 @@ def _checksum(state: Mapping[str, Tensor]) -> int:
 
 def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:
     return {key: value for key, value in scheduler.state_dict().items() if not callable(value)}
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    """What rounding depends on besides versions: in another order of its terms a sum has other last digits."""
+    settings = {
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+    }
+    if device.type != "cuda":
+        kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}" if device.type == "cpu" else device.type
+        return {"device": kind, "threads": torch.get_num_threads(), **settings}
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "cuda": torch.version.cuda,
+        "cudnn deterministic": torch.backends.cudnn.deterministic,
+        "cudnn benchmark": torch.backends.cudnn.benchmark,
+        "cudnn tf32": torch.backends.cudnn.allow_tf32,
+        **settings,
+    }
 
 
 def _versions() -> dict[str, str]:

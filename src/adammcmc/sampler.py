@@ -11,7 +11,6 @@ import functools
 import logging
 import math
 import numbers
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +33,7 @@ from adammcmc.packing import Packing
 from adammcmc.stateful import BatchNormPolicy, GraphNumbers, Layers
 from adammcmc.target import Prior, Target
 from adammcmc.tuning import Adaptation, BurnIn, check_tunable, target_rate
+from adammcmc.warning import warn
 
 __all__ = ["Params", "Sampler", "plain"]
 
@@ -529,7 +529,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         if change.preconditioner is not None:
             self._set_preconditioner(packing, change.preconditioner)
         if self._adaptation.is_done:
-            self._adaptation.warn(self.num_steps, stacklevel=5)
+            self._adaptation.warn(self.num_steps)
 
     def _new_monitor(self, packing: Packing) -> Monitor:
         names = [self._name(i) for i in range(len(packing.params))]
@@ -617,8 +617,9 @@ class Sampler(torch.optim.Optimizer, ABC):
         if (step := int(self._frozen_at_host)) >= 0:
             raise NonFiniteLoss(
                 f"the loss, its gradient or the log prior was NaN or infinite at the current weights, at step {step}. The "
-                "chain has not moved since; the weights are those of the last healthy step. Look at that batch (or, at step 0, "
-                "whether the weights lie inside the prior's support), then call unfreeze() to go on."
+                "chain has not moved since; the weights are those of the last healthy step.",
+                "Look at that batch (or, at step 0, whether the weights lie inside the prior's support), then call unfreeze() "
+                "to go on.",
             )
 
     def check_schedulable(self) -> None:
@@ -725,7 +726,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         if own["generator"].shape != self.generator.get_state().shape:
             raise ValueError("the state was saved on another kind of device: its random numbers cannot go on here.")
         if own["target"] != str(self.target):
-            warnings.warn(f"the state is of another target: {own['target']}; this sampler's is {self.target}.", stacklevel=2)
+            warn(f"the state is of another target: {own['target']}; this sampler's is {self.target}.")
         self._load_torch(state_dict)
         self._keep_dtypes(state_dict)
         self.generator.set_state(own["generator"].cpu())

@@ -826,7 +826,7 @@ class StackedSampler:
         self.kernel = changed(self.kernel, change)
         if self._adaptation.is_done:
             self._check_resolution()
-            self._adaptation.warn(self.num_steps, stacklevel=5)
+            self._adaptation.warn(self.num_steps)
 
     def _check_resolution(self) -> None:
         """Refuse settings that burn-in made so small that the weights' own numbers lose them (`Sampler._check_resolution`)."""

@@ -138,9 +138,9 @@ class MemoryStore(Store):
 
     def append(self, record: Record, tensors: Tensors) -> None:
         chain, draw, keep = record["chain"], record["draw"], self.manifest["keep"]
-        self._index.setdefault(chain, []).append(strict_json(record))
         if keep != "moments":
-            self._tensors[chain, draw] = _on_host(tensors, self.manifest["dtype"])
+            self._tensors[chain, draw] = _on_host(tensors, self.manifest["dtype"])  # first: there may be no memory for it
+        self._index.setdefault(chain, []).append(strict_json(record))
         if isinstance(keep, int):
             self._tensors.pop((chain, draw - keep), None)
 

@@ -19,6 +19,7 @@ from adammcmc.options import REQUIRED, Option, default_words, type_words
 from adammcmc.predictive import Prediction
 from adammcmc.recipe import Recipe
 from adammcmc.store import format_bytes
+from adammcmc.whole import whole
 
 __all__ = ["forecast_lines", "prediction_table", "schema_as_toml", "summary_line", "write_prediction"]
 
@@ -134,7 +135,7 @@ def write_prediction(path: Path, prediction: Prediction) -> None:
     """All predictions: .npz with an array for each quantity, or .csv with a line for each example."""
     arrays = {name: _as_array(x) for name, x in _columns(prediction).items()}
     if path.suffix.lower() == ".npz":
-        with open(path, "wb") as archive:  # of a path, numpy would add an ending of its own to .NPZ
+        with whole(path) as file, open(file, "wb") as archive:  # of a path, numpy would add an ending of its own to .NPZ
             np.savez_compressed(archive, **arrays)  # type: ignore[arg-type]
         return
     names, columns = ["example"], [np.arange(len(prediction))]
@@ -142,8 +143,8 @@ def write_prediction(path: Path, prediction: Prediction) -> None:
         for index in np.ndindex(array.shape[1:]):
             names.append("_".join([name, *map(str, index)]))
             columns.append(array[(slice(None), *index)])
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
+    with whole(path) as file, open(file, "w", newline="") as text:
+        writer = csv.writer(text)
         writer.writerow(names)
         writer.writerows(zip(*(column.tolist() for column in columns), strict=True))
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import warnings
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from adammcmc.leaves import Leaves, Setting, by_chain, inner, per_chain
 from adammcmc.proposal import Prolate
 from adammcmc.randomness import Randomness
 from adammcmc.target import Evaluation, Potential
+from adammcmc.warning import warn
 
 __all__ = ["Adaptation", "BurnIn", "Change", "changed", "check_common", "check_tunable", "momentum_spread", "target_rate"]
 
@@ -251,14 +251,13 @@ class Adaptation:
         """Go on where the other one stood."""
         self.__dict__.update({**state, "settings": BurnIn(**state["settings"])})
 
-    def warn(self, num_steps: int, stacklevel: int) -> None:
+    def warn(self, num_steps: int) -> None:
         """Say what burn-in did not reach."""
         if self.settings.num_steps is None and not self.is_flat:
-            warnings.warn(
+            warn(
                 f"burn-in ended after {num_steps} steps while U was still moving, and no further window fits into max_steps = "
                 f"{self.settings.max_steps}: draws from here on are not from the target yet. Start where the density is higher "
                 "(train a network first), or raise max_steps.",
-                stacklevel=stacklevel + 1,
             )
             return
         reached = self.reached or 0.0
@@ -268,9 +267,7 @@ class Adaptation:
             advice = "The steps are still too short: allow more steps of burn-in"
         else:
             return
-        warnings.warn(
-            f"burn-in reached an acceptance of {reached:.2f} instead of {self.target:.2f}. {advice}.", stacklevel=stacklevel + 1
-        )
+        warn(f"burn-in reached an acceptance of {reached:.2f} instead of {self.target:.2f}. {advice}.")
 
 
 def check_tunable(acceptance: Test) -> None:

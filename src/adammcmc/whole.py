@@ -38,4 +38,4 @@ def clear(path: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Write a text, whole or not at all."""
     with whole(path) as file:
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")

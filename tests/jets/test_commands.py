@@ -20,7 +20,7 @@ from adammcmc.jets.tagger import Tagger, Training
 from adammcmc.jets.tagging import Measured, accuracy, read_scores
 
 # so short a chain says that it has not arrived
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:adammcmc")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def run(*words: object) -> Result:

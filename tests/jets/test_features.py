@@ -235,7 +235,7 @@ def test_more_particles_than_a_graph_can_number_are_refused() -> None:
 # --- through the library ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:adammcmc")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_jets_are_sampled_and_predicted() -> None:
     net = network()
     posterior = adammcmc.sample(net, JetData(JETS, 16, num_neighbours=7), F.cross_entropy, sampler=SAMPLER, **SHORT)
@@ -253,7 +253,7 @@ def test_jets_are_sampled_and_predicted() -> None:
             torch.testing.assert_close(row, net(cloud_of(JETS)).softmax(1), atol=2e-6, rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:adammcmc")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_whole_data_set_can_decide() -> None:
     """FullData needs the losses of single jets, in chunks."""
     sampler = partial(SAMPLER, acceptance=adammcmc.FullData(chunk_size=20))

@@ -124,7 +124,7 @@ def test_wrong_requests_are_told(folder: Path) -> None:
         tagger.train(StreamedJets(folder, 20))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:adammcmc")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_chain_over_a_stream_goes_on_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = ParticleNetLite().eval()
@@ -159,7 +159,7 @@ def test_training_on_a_stream_goes_on_bit_for_bit(folder: Path, tmp_path: Path) 
         assert torch.equal(a, b)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:adammcmc")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_whole_road_from_the_shell(folder: Path, tmp_path: Path) -> None:
     def run(*words: object) -> str:
         result = CliRunner().invoke(app, ["jets", *map(str, words)], catch_exceptions=False)

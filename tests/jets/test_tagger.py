@@ -24,7 +24,7 @@ FEW = JETS[:96]
 QUICK: dict[str, Any] = {"network": "lite", "batch_size": 32}
 SHORT: dict[str, Any] = {"burn_in": 2, "gap": 2, "num_draws": 3, "progress": False}
 # so short a chain says that it has not arrived
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:adammcmc")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def trained(epochs: int = 1, **settings: Any) -> Tagger:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -17,6 +16,7 @@ from adammcmc.acceptance.subsample import full_data
 from adammcmc.keyed import keys, numbers, poisson
 from adammcmc.leaves import is_finite
 from adammcmc.randomness import Randomness
+from adammcmc.warning import warn
 
 __all__ = ["Tuna"]
 
@@ -98,10 +98,9 @@ class Tuna:
             y[chains], num[chains] = known[chains] - lam[chains] * difference.sum(1), num[chains] + n
             is_proposed_finite[chains] = is_finite(y[chains])
         if bool(is_broken.any()) and not bool(violations.any()):
-            warnings.warn(
+            warn(
                 "a loss changed by more than the bound of Tuna allows: the full data decided that step, and the chain is no "
                 "longer exact. Give a bound that holds.",
-                stacklevel=2,
             )
         verdict = metropolis(comparison, y, log_uniform, num)
         # (with chi = 0 an example that meets its bound says -inf: no way back, but a loss that is finite)

@@ -11,6 +11,7 @@ from torch import Tensor
 from adammcmc.jets.data import KINDS, Jets
 from adammcmc.jets.tagging import evaluate, groups, mean_by_pt, roc, scores_of
 from adammcmc.predictive import Prediction
+from adammcmc.whole import whole
 
 __all__ = ["draw_others", "draw_tagging", "panel_groups", "panel_information", "panel_roc"]
 
@@ -30,7 +31,8 @@ def draw_tagging(path: Path, prediction: Prediction, jets: Jets) -> None:
     left, right = figure.subplots(1, 2)
     panel_roc(left, prediction, jets.kind)
     panel_groups(right, prediction, jets.kind)
-    figure.savefig(path, dpi=140)
+    with whole(path) as file:
+        figure.savefig(file, dpi=140)
 
 
 def draw_others(path: Path, seen: tuple[Jets, Prediction], elsewhere: tuple[Jets, Prediction]) -> None:
@@ -39,7 +41,8 @@ def draw_others(path: Path, seen: tuple[Jets, Prediction], elsewhere: tuple[Jets
 
     figure = Figure(figsize=(6.4, 4.6), layout="constrained")
     panel_information(figure.subplots(), seen, elsewhere)
-    figure.savefig(path, dpi=140)
+    with whole(path) as file:
+        figure.savefig(file, dpi=140)
 
 
 def panel_roc(axes: Any, prediction: Prediction, labels: Tensor) -> None:
@@ -129,4 +132,5 @@ def draw_observables(path: Path, samples: dict[str, dict[str, Tensor]], kinds: d
         axes.set_xlabel(name)
         axes.set_yticks([])
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    figure.savefig(path, dpi=110)
+    with whole(path) as file:
+        figure.savefig(file, dpi=110)

@@ -23,6 +23,7 @@ from adammcmc.encoding import strict_json
 from adammcmc.jets.data import KINDS, Jets, kind_number
 from adammcmc.predictive import Prediction
 from adammcmc.uncertainty import quantile_of_sorted
+from adammcmc.whole import whole
 
 __all__ = [
     "Band",
@@ -305,8 +306,8 @@ def write_scores(
     quantiles = [prediction.quantile(q)[:, 1] for q in (0.25, 0.5, 0.75)]
     answers = [trained, score, *quantiles, prediction.entropy, prediction.mutual_information]
     columns = [*jets.jet[:, :4].unbind(1), *answers]
-    with Path(path).open("w", newline="") as file:
-        writer = csv.writer(file)
+    with whole(Path(path)) as file, file.open("w", newline="") as text:
+        writer = csv.writer(text)
         writer.writerow(_COLUMNS)
         for row, kind, *values in zip(rows.tolist(), kinds, *(column.tolist() for column in columns), strict=True):
             writer.writerow([row, kind, *(f"{value:.7g}" for value in values)])

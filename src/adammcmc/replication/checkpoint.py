@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from adammcmc.encoding import read_state, write_state
+from adammcmc.warning import warn
 from adammcmc.whole import clear
 
 __all__ = ["Checkpoint"]
@@ -39,7 +39,7 @@ class Checkpoint:
                 write_state(self.path, state, "a trial of adammcmc replicate under way")
             except OSError as error:
                 words = "the trial goes on, but from further back if it is killed"
-                warnings.warn(f"'{self.path}' cannot be written ({error}): {words}.", stacklevel=2)
+                warn(f"'{self.path}' cannot be written ({error}): {words}.")
         self._last = time.monotonic()
 
     def load(self, made_by: dict[str, str]) -> dict[str, Any] | None:
@@ -61,7 +61,7 @@ class Checkpoint:
                 raise ValueError(f"it was made by {', '.join(theirs.values())}, here is {', '.join(made_by.values())}")
         except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
             why = "it is no state of a trial" if isinstance(error, AttributeError | KeyError | TypeError) else error
-            warnings.warn(f"'{self.path}' cannot be read ({why}): this trial begins again.", stacklevel=2)
+            warn(f"'{self.path}' cannot be read ({why}): this trial begins again.")
             return None
         return state
 

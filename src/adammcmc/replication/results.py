@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import threading
 import time
-import warnings
 from dataclasses import asdict
 from importlib import import_module
 from multiprocessing.connection import wait
@@ -20,7 +19,8 @@ from adammcmc.replication.measures import rounded
 from adammcmc.replication.sets import read_sets
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.work import Work
-from adammcmc.whole import write_whole
+from adammcmc.warning import warn
+from adammcmc.whole import whole, write_whole
 
 __all__ = ["FIGURES", "figure_module", "read_result", "replicate"]
 
@@ -86,9 +86,7 @@ def replicate(
         for process in others:
             process.terminate()
     if died:
-        warnings.warn(
-            f"{len(died)} of {len(others)} workers died (exit codes {died}); their trials were run again.", stacklevel=2
-        )
+        warn(f"{len(died)} of {len(others)} workers died (exit codes {died}); their trials were run again.")
     document = {
         "figure": figure,
         "title": module.TITLE,
@@ -107,7 +105,8 @@ def replicate(
 def write_files(document: dict[str, Any], folder: Path) -> None:
     """The picture and the section, from the document alone."""
     module = figure_module(document["figure"])
-    module.draw(document["result"]).savefig(folder / f"{document['figure']}.png", dpi=110, bbox_inches="tight")
+    with whole(folder / f"{document['figure']}.png") as file:
+        module.draw(document["result"]).savefig(file, dpi=110, bbox_inches="tight")
     write_whole(folder / f"{document['figure']}.md", module.section(document["result"]))
 
 

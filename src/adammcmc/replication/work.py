@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import json
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from adammcmc.replication.measures import rounded
 from adammcmc.replication.sets import JetSets, read_sets
 from adammcmc.replication.settings import Preset
 from adammcmc.replication.trials import Trial, run_trial
+from adammcmc.warning import warn
 from adammcmc.whole import clear, write_whole
 
 __all__ = ["PROCEDURE", "Work"]
@@ -118,10 +118,9 @@ class Work:
     def _run(self, trial: Trial, title: str, name: str) -> dict[str, Any]:
         if not self._is_warned:
             self._is_warned = True
-            warnings.warn(
+            warn(
                 f"preset '{self.preset.name}' is made for a GPU, and there is none: each trial takes many minutes. "
                 "`--preset small` is made for a CPU.",
-                stacklevel=2,
             )
         checkpoint = Checkpoint(self._state_of(name))
         with show_bar(title, show=self.progress) as bar:

@@ -18,6 +18,7 @@ from adammcmc.calibration import ClassScores, Measured, ValueScores, score, unce
 from adammcmc.data import Data
 from adammcmc.report import figures
 from adammcmc.report.drawing import THEME, Drawing
+from adammcmc.whole import write_whole
 
 if TYPE_CHECKING:
     from adammcmc.health import Health
@@ -113,13 +114,13 @@ def write_report(
         version=manifest["versions"]["adammcmc"],
     )
     folder.mkdir(exist_ok=True)
-    for name in figures.NAMES:  # those of an earlier report, which this one may not have
+    drawings = {drawing.name: drawing.file for section in sections for drawing in section.drawings}
+    assert drawings.keys() <= set(figures.NAMES)
+    for name, file in drawings.items():
+        write_whole(folder / f"{name}.svg", file)
+    write_whole(path, page)
+    for name in set(figures.NAMES) - drawings.keys():  # those of an earlier report, which this one does not have
         (folder / f"{name}.svg").unlink(missing_ok=True)
-    for section in sections:
-        for drawing in section.drawings:
-            assert drawing.name in figures.NAMES
-            (folder / f"{drawing.name}.svg").write_text(drawing.file, encoding="utf-8")
-    path.write_text(page, encoding="utf-8")
     return path
 
 
