@@ -25,6 +25,7 @@ A configuration names a network, data, a loss and a sampler; the command draws, 
 adammcmc schema > my.toml             # a configuration with every key and what it means; it runs as it is
 adammcmc sample my.toml --dry-run     # what would be sampled, and the size and the time it would take
 adammcmc sample my.toml               # draws go to runs/my; Ctrl-C stops, `adammcmc resume runs/my` goes on, bit for bit
+adammcmc check runs/my                # every file of the run verified; --repair mends what can be mended
 adammcmc diagnose runs/my             # the verdict, R-hat, effective draws, calibration
 adammcmc report runs/my               # all of it as one HTML page with figures, runs/my/report.html
 adammcmc predict runs/my new.npz --output predictions.csv
@@ -70,7 +71,7 @@ An unknown key, a value of another type or a name that is not there is an error 
 | exit code | meaning |
 |---|---|
 | 0 | done |
-| 1 | it could not be done: the line on standard error says why; `--debug`, anywhere, shows the traceback |
+| 1 | it could not be done, and the line on standard error says why, or `check` found damage; `--debug`, anywhere, shows the traceback |
 | 2 | the command line was not understood |
 | 130, 143, 129 | stopped by Ctrl-C, by SIGTERM, by SIGHUP (a closed terminal); what was drawn is kept |
 

@@ -23,3 +23,11 @@ def foreground() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_syncs() -> Iterator[None]:
+    """Waiting for the disk takes milliseconds each time, and a test could see it only if the power failed."""
+    real, os.fsync = os.fsync, lambda descriptor: None
+    yield
+    os.fsync = real

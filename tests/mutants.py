@@ -219,8 +219,8 @@ MUTANTS = [
     ),
     Mutant(
         "draws after the checkpoint kept on resume",
-        "run.py",
-        "                store.rewind(chain, self.num_draws)\n",
+        "store.py",
+        '                self.rewind(chain, state["num_draws"])\n',
         "                pass\n",
         "tests/test_resume.py tests/test_store.py",
     ),
@@ -244,6 +244,27 @@ MUTANTS = [
         "        self.signal = self.signal or signal.Signals(number)\n",
         "        if self.signal:\n            raise self.exception()\n        self.signal = signal.Signals(number)\n",
         "tests/test_interrupts.py",
+    ),
+    Mutant(
+        "the index not synced before the checkpoint",
+        "store.py",
+        "                    os.fsync(index.fileno())  # before the checkpoint that counts on it\n",
+        "",
+        "tests/test_damage.py",
+    ),
+    Mutant(
+        "the checksum of a checkpoint not compared",
+        "encoding.py",
+        "    if written is not None and written != computed:\n",
+        "    if False:\n",
+        "tests/test_damage.py tests/test_checking.py",
+    ),
+    Mutant(
+        "a link followed in the place of a file",
+        "whole.py",
+        'for _flag in ("O_NOFOLLOW", "O_NONBLOCK",',
+        'for _flag in ("O_NONBLOCK",',
+        "tests/test_hostile.py",
     ),
     Mutant(
         "prediction in training mode",
@@ -296,9 +317,9 @@ MUTANTS = [
     ),
     Mutant(
         "draws of a stack after its checkpoint kept on resume",
-        "run.py",
-        "for chain in self.chains:\n                store.rewind",
-        "for chain in list(self.chains)[:1]:\n                store.rewind",
+        "store.py",
+        "for chain in chains:\n                self.rewind",
+        "for chain in list(chains)[:1]:\n                self.rewind",
         "tests/test_resume.py",
     ),
     Mutant(

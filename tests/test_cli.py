@@ -21,6 +21,7 @@ import torch
 import typer
 
 import adammcmc
+from adammcmc.records import manifest_text
 from adammcmc.store import FolderStore
 from tests.shell import Answer, ask, furnish, modules_forgotten
 
@@ -59,25 +60,22 @@ DAMAGED: dict[str, Callable[[dict[str, Any]], object]] = {
 
 def _damage(runs: Path) -> None:
     """Runs that cannot be read, each for a reason of its own."""
-    for name in ("no_manifest", "newer", "not_json", "python", "cut", "no_draws", "lost", "moments", "no_test", *DAMAGED):
+    for name in ("no_manifest", "newer", "not_json", "python", "edited", "no_draws", "moments", "no_test", *DAMAGED):
         shutil.copytree(runs / "good", runs / name)
     (runs / "no_manifest" / "run.json").unlink()
     (runs / "not_json" / "run.json").write_text("{")
     manifest = json.loads((runs / "good" / "run.json").read_text())
     (runs / "newer" / "run.json").write_text(json.dumps(manifest | {"format": 99}))
-    (runs / "python" / "run.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != "config"}))
-    draw = runs / "cut" / "chain-0" / "draw-000003.safetensors"
-    draw.write_bytes(draw.read_bytes()[:-10])
+    (runs / "python" / "run.json").write_bytes(manifest_text({k: v for k, v in manifest.items() if k != "config"}))
+    (runs / "edited" / "run.json").write_text(json.dumps(manifest | {"keep": "moments"}))
     (runs / "no_draws" / "chain-0" / "index.jsonl").unlink()
-    (runs / "lost" / "chain-0" / "draw-000001.safetensors").unlink()
     text = manifest["config"]["text"].replace('test = "test.npz"', "")
-    (runs / "no_test" / "run.json").write_text(json.dumps(manifest | {"config": manifest["config"] | {"text": text}}))
+    (runs / "no_test" / "run.json").write_bytes(manifest_text(manifest | {"config": manifest["config"] | {"text": text}}))
     for name, damage in DAMAGED.items():
         damaged = json.loads(json.dumps(manifest))
         damage(damaged)
-        (runs / name / "run.json").write_text(json.dumps(damaged))
-    moments = {**manifest, "keep": "moments"}
-    (runs / "moments" / "run.json").write_text(json.dumps(moments))
+        (runs / name / "run.json").write_bytes(manifest_text(damaged))
+    (runs / "moments" / "run.json").write_bytes(manifest_text({**manifest, "keep": "moments"}))
 
 
 def listing(folder: Path) -> dict[str, int]:
@@ -328,7 +326,9 @@ def test_the_version_does_not_wait_for_torch() -> None:
     assert min(seconds) < 1
 
 
-@pytest.mark.parametrize("command", ["demo", "sample", "resume", "predict", "diagnose", "report", "schema", "cite", "jets"])
+@pytest.mark.parametrize(
+    "command", ["demo", "sample", "resume", "check", "predict", "diagnose", "report", "schema", "cite", "jets"]
+)
 def test_every_command_has_help(command: str) -> None:
     answer = ask(command, "--help")
     assert answer.code == 0
@@ -549,7 +549,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["sample", "good.toml", "-o", "a_file"], 1, "'a_file' is a file: the draws need a folder"),
     ([*SAMPLE, "--set", "run.num_draws=1000000000000"], 1, "Keep fewer draws"),
     # runs
-    (["resume", "nowhere"], 1, "'nowhere' does not exist"),
+    (["resume", "nowhere"], 1, "nowhere' does not exist"),
     (["resume", "full"], 1, "holds no run of adammcmc (it has no run.json)"),
     (["resume", "runs/good/chain-0"], 1, "the run is 'runs/good'"),
     (["diagnose", "a_file"], 1, "a_file"),
@@ -570,8 +570,8 @@ BAD: list[tuple[list[str], int, str]] = [
     (["resume", "runs/no_configuration"], 1, "run.json' is damaged: it has no 'configuration'"),
     (["resume", "runs/half_configuration"], 1, "run.json' is damaged: it has no 'num_draws' in configuration"),
     (["diagnose", "runs/no_model"], 1, "run.json' is damaged: it has no 'model'"),
-    (["diagnose", "runs/cut"], 1, "the index says"),
-    (["diagnose", "runs/lost"], 1, "is missing, which the index names"),
+    (["diagnose", "runs/edited"], 1, "run.json' is damaged, or was edited by hand: its content does not match its checksum"),
+    (["check", "nowhere"], 1, "nowhere' does not exist"),
     (["diagnose", "runs/no_draws"], 1, "has no draws yet: `adammcmc resume runs/no_draws` goes on with it"),
     (["resume", "runs/no_draws"], 1, "lines are missing"),
     (["resume", "runs/good", "--draws", "3"], 1, "it may ask for more, not for fewer"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
 from adammcmc.data import Data, as_data, derive_seed
 
@@ -168,6 +168,44 @@ def test_the_fingerprint_sees_values_and_lengths() -> None:
         as_data(d).fingerprint() for d in ((X, Y), (other, Y), (X.double(), Y), (X[:-1], Y[:-1]), X, (Y, X), {"x": X, "y": Y})
     }
     assert len(marks) == 7
+
+
+class Held(Dataset[Any]):
+    """Keeps its labels where torchvision does."""
+
+    def __init__(self, targets: Any) -> None:
+        self.targets = targets
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.ones(2), int(self.targets[i])
+
+
+@pytest.mark.parametrize("kind", ["tensors", "TensorDataset", "Subset", "targets", "array", "list", "loader"])
+def test_one_changed_label_of_many_is_seen(kind: str) -> None:
+    """A fingerprint reads some examples; what lies in memory is read whole."""
+    x = torch.zeros(200_000, 3)
+
+    def made(changed: int | None) -> Any:
+        y = torch.arange(200_000) % 10
+        if changed is not None:
+            y[changed] += 1
+        wholes = {
+            "tensors": (x, y),
+            "TensorDataset": TensorDataset(x, y),
+            "Subset": Subset(TensorDataset(x, y), range(100_000, 200_000)),
+            "targets": Held(y),
+            "array": Held(y.numpy()),
+            "list": Held(y.tolist()),
+            "loader": DataLoader(TensorDataset(x, y), batch_size=8),
+        }
+        return as_data(wholes[kind]).all_rows()
+
+    assert made(None) == made(None)
+    assert made(None) is not None
+    assert made(123_456) != made(None)
 
 
 def test_a_loader_with_an_order_of_its_own_is_told_that_it_is_not_used() -> None:

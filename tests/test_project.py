@@ -18,6 +18,7 @@ SOURCE = ROOT / "src" / "adammcmc"
 ORDER = [
     ["whole", "terminal", "memory"],
     ["lazy", "interrupts", "warning", "options", "citation", "errors", "encoding", "moments", "philox"],
+    ["records"],
     ["randomness"],
     ["leaves", "keyed"],
     ["control"],
@@ -36,7 +37,7 @@ ORDER = [
     ["corrected"],
     ["stacked"],
     ["progress", "store", "uncertainty", "callbacks", "factory"],
-    ["predictive", "archives"],
+    ["predictive", "archives", "checking"],
     ["calibration", "diagnostics"],
     ["summary"],
     ["report"],

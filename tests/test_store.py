@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,30 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import adammcmc.store as store_module
 from adammcmc import StoreCorrupt, StoreFull, StoreLocked, StoreMismatch
-from adammcmc.encoding import decode, encode, safetensors_parts
+from adammcmc.encoding import decode, encode, read_state, safetensors_parts, write_state
 from adammcmc.moments import Moments
+from adammcmc.records import read_lines
 from adammcmc.store import FORMAT, FolderStore, MemoryStore, Store, check_space, format_bytes
 
-MANIFEST: dict[str, Any] = {"keep": "draws", "dtype": None, "configuration": {"num_chains": 1}, "target": "a test"}
+MANIFEST: dict[str, Any] = {
+    "keep": "draws",
+    "dtype": None,
+    "has_targets": True,
+    "num_parts": 2,
+    "target": "a test",
+    "target_at_first": "a test",
+    "configuration": {"num_chains": 1, "num_draws": 3},
+    "data": {"num_data": 10, "fingerprint": "0"},
+    "model": {"tensors": {}},
+    "likelihood": {"name": "values", "noise": None},
+    "versions": {"adammcmc": "0"},
+}
 
 
 def record(draw: int, chain: int = 0, **more: Any) -> dict[str, Any]:
-    return {"draw": draw, "chain": chain, "step": 10 * draw, "loss": 0.5, **more}
+    return {"draw": draw, "chain": chain, "step": 10 * draw, "loss": 0.5, "health": {"num_steps": 10 * draw}, **more}
 
 
 def draw(seed: int) -> dict[str, torch.Tensor]:
@@ -98,7 +113,7 @@ def test_it_can_be_read_without_this_library(tmp_path: Path) -> None:
 
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     store = filled(tmp_path / "run", 0)
-    store.append(record(0, loss=math.nan, health={"rate": math.inf}), draw(0))
+    store.append(record(0, loss=math.nan, health={"num_steps": 0, "rate": math.inf}), draw(0))
     text = (tmp_path / "run" / "chain-0" / "index.jsonl").read_text()
     assert "NaN" not in text
     assert "Infinity" not in text
@@ -135,7 +150,8 @@ def test_the_last_draws_are_kept(tmp_path: Path, keep: int) -> None:
             for i in range(6):
                 store.append(record(i), draw(i))
         else:
-            assert len(list((tmp_path / "run" / "chain-0").glob("draw-*"))) == keep
+            # and the one more that the checkpoint before the last needs
+            assert len(list((tmp_path / "run" / "chain-0").glob("draw-*"))) == keep + 1
         assert [r["draw"] for r in store.kept()] == list(range(6 - keep, 6))
         assert all(same(store.load(r), draw(r["draw"])) for r in store.kept())
         assert len(store.index) == 6
@@ -229,10 +245,22 @@ def test_draws_after_the_checkpoint_are_forgotten_on_resume(tmp_path: Path) -> N
     assert [r["draw"] for r in store.index] == [0, 1, 2]
     assert len(list((tmp_path / "run" / "chain-0").glob("draw-*"))) == 3
     store.append(record(3), draw(3))
+    store.save(0, {"num_draws": 4})
     store.close()
     assert [r["draw"] for r in FolderStore(tmp_path / "run").index] == [0, 1, 2, 3]
-    with pytest.raises(StoreCorrupt, match="has 4 draws, its checkpoint 9"):
-        FolderStore(tmp_path / "run", writes=True).rewind(0, 9)
+
+
+def test_a_checkpoint_that_is_ahead_of_the_index_is_not_used(tmp_path: Path) -> None:
+    store = filled(tmp_path / "run")
+    store.save(0, {"num_draws": 9})
+    with pytest.warns(UserWarning, match="has 3 draws, its checkpoint 9: lines are missing.*from the checkpoint before it"):
+        assert store.restore(0, [0]) == {"num_draws": 3}
+    assert store.saved(0) == {"num_draws": 3}
+    store.save(0, {"num_draws": 8})
+    store.save(0, {"num_draws": 9})
+    with pytest.raises(StoreCorrupt, match="has 3 draws, its checkpoint 9"):
+        store.restore(0, [0])
+    store.close()
 
 
 def test_a_run_that_was_killed_before_it_began_can_begin(tmp_path: Path) -> None:
@@ -290,12 +318,32 @@ def test_a_reader_of_the_last_draws_reads_again(tmp_path: Path, monkeypatch: pyt
         plain(self, writes)
         if not dropped:
             dropped.append(True)
-            store.append(record(4), draw(4))
-            store.save(0, {"num_draws": 5})
+            for i in (4, 5):  # a draw stays for as long as the checkpoint before the last needs it
+                store.append(record(i), draw(i))
+                store.save(0, {"num_draws": i + 1})
 
     monkeypatch.setattr(FolderStore, "_read_lines", drop_meanwhile)
-    assert [r["draw"] for r in FolderStore(tmp_path / "run").kept()] == [4]
+    assert [r["draw"] for r in FolderStore(tmp_path / "run").kept()] == [5]
     with pytest.raises(StoreMismatch, match="draw 3 was dropped by its run since: open the posterior again"):
+        reader.load(reader.kept()[0])
+
+
+@pytest.mark.parametrize("after", ["checksum", "safe_open"])
+def test_a_draw_that_is_dropped_while_it_is_read(after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is opened, or inside of `safe_open`, where torch opens it once more."""
+    filled(tmp_path / "run", 4, keep=3).close()
+    reader = FolderStore(tmp_path / "run")
+    plain = getattr(store_module, after)
+
+    def drop_after(file: Path, **options: Any) -> Any:
+        found = plain(file, **options)
+        file.unlink()
+        if after == "safe_open":
+            raise RuntimeError(f"unable to open file <{file}> in read-only mode: No such file or directory (2)")
+        return found
+
+    monkeypatch.setattr(store_module, after, drop_after)
+    with pytest.raises(StoreMismatch, match="draw 1 was dropped by its run since"):
         reader.load(reader.kept()[0])
 
 
@@ -396,7 +444,7 @@ for write in (lambda: store.append(record(3), {"w": torch.zeros(100_000)}), lamb
 
         def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
             result = real(file, mode, *args, **options)
-            return Short(result) if "ab" in mode and str(file).endswith("index.jsonl") else result
+            return Short(result) if "ab" in mode else result
 
         monkeypatch.setattr(builtins, "open", opened)
         with pytest.raises(StoreFull):
@@ -420,9 +468,9 @@ def _cut(path: Path, by: int = 10) -> None:
     path.write_bytes(path.read_bytes()[:-by])
 
 
-def _flip(path: Path) -> None:
+def _flip(path: Path, near: bytes = b"") -> None:
     content = bytearray(path.read_bytes())
-    content[-5] ^= 1
+    content[content.index(near) if near else -5] ^= 1
     path.write_bytes(bytes(content))
 
 
@@ -439,16 +487,19 @@ def _manifest(folder: Path, **changes: Any) -> None:
         (lambda p: (p / "run.json").write_text("[]"), StoreMismatch, "of some other program"),
         (lambda p: (p / "run.json").write_text('{"name": "x"}'), StoreMismatch, "of some other program"),
         (lambda p: _manifest(p, format=FORMAT + 1), StoreMismatch, "newer version of adammcmc"),
-        (lambda p: (p / "chain-0" / "draw-000001.safetensors").unlink(), StoreCorrupt, "draw-000001.safetensors' is missing"),
-        (lambda p: _cut(p / "chain-0" / "draw-000001.safetensors"), StoreCorrupt, "bytes, the index says"),
+        (lambda p: (p / "chain-0" / "draw-000001.safetensors").unlink(), UserWarning, "draw-000001.safetensors' is missing"),
+        (lambda p: _cut(p / "chain-0" / "draw-000001.safetensors"), UserWarning, "bytes, the index says"),
         (lambda p: _flip(p / "chain-0" / "draw-000001.safetensors"), StoreCorrupt, "is damaged: its checksum"),
-        (lambda p: _cut(p / "chain-0" / "checkpoint.safetensors"), StoreCorrupt, "The draws are not affected"),
-        (lambda p: (p / "chain-0" / "checkpoint.safetensors").write_bytes(b"hello"), StoreCorrupt, "cannot be read"),
-        (lambda p: (p / "chain-0" / "index.jsonl").write_text("nonsense\n"), StoreCorrupt, "a line that is not JSON"),
+        (lambda p: _flip(p / "run.json", b"a test"), StoreCorrupt, "does not match its checksum"),
+        (lambda p: _cut(p / "chain-0" / "checkpoint.safetensors"), UserWarning, "not affected. The one before it is used"),
+        (lambda p: [_cut(file) for file in (p / "chain-0").glob("checkpoint*")], StoreCorrupt, "The draws are not affected"),
+        (lambda p: (p / "chain-0" / "checkpoint.safetensors").write_bytes(b"hello"), UserWarning, "cannot be read"),
+        (lambda p: (p / "chain-0" / "index.jsonl").write_text("nonsense\n"), StoreCorrupt, "line 1 has no checksum. `adammcmc"),
+        (lambda p: _flip(p / "chain-0" / "index.jsonl", b"0.5"), StoreCorrupt, "line 1 does not match its checksum"),
         (
             lambda p: (p / "chain-0" / "index.jsonl").write_text((p / "chain-0" / "index.jsonl").read_text().split("\n", 1)[1]),
             StoreCorrupt,
-            "does not count its draws",
+            "line 1 should be draw 0 of chain 0: lines are missing",
         ),
     ],
 )
@@ -457,12 +508,13 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], error: 
     damage(tmp_path / "run")
 
     def read() -> None:
+        warnings.simplefilter("error")
         store = FolderStore(tmp_path / "run")
         for r in store.kept():
             store.load(r)
         store.saved(0)
 
-    with pytest.raises(error, match=words):
+    with warnings.catch_warnings(), pytest.raises(error, match=words):
         read()
 
 
@@ -479,6 +531,49 @@ def test_a_folder_of_something_else_is_not_written_to(tmp_path: Path) -> None:
     with pytest.raises(StoreMismatch, match=r"holds a run already\. Pass resume=True"):
         FolderStore(tmp_path / "run", MANIFEST)
     assert (tmp_path / "thesis" / "chapter.tex").read_text() == "precious"
+
+
+def test_every_flipped_bit_of_a_state_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "state.safetensors"
+    state = {"w": torch.arange(3.0), "n": 3}
+    write_state(file, state, "a test")
+    right = file.read_bytes()
+    assert same({"w": read_state(file)["w"]}, {"w": state["w"]})
+    for bit in range(8 * len(right)):
+        content = bytearray(right)
+        content[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(content)
+        with pytest.raises(ValueError):  # noqa: PT011  (whatever is wrong, it is named in words of its own)
+            read_state(file)
+
+
+def test_a_state_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "state.safetensors"
+    text, tensors = encode({"w": torch.ones(2)})
+    file.write_bytes(b"".join(safetensors_parts(tensors, {"what": "a test", "state": text})))
+    assert torch.equal(read_state(file)["w"], torch.ones(2))
+    with pytest.raises(ValueError, match="it has no checksum"):
+        read_state(file, must_be_sealed=True)
+
+
+def test_every_flipped_bit_of_an_index_is_noticed(tmp_path: Path) -> None:
+    filled(tmp_path / "run", 2).close()
+    index = tmp_path / "run" / "chain-0" / "index.jsonl"
+    right = index.read_bytes()
+    for bit in range(8 * len(right)):
+        content = bytearray(right)
+        content[bit // 8] ^= 1 << bit % 8
+        index.write_bytes(content)
+        lines = read_lines(index, 0, is_sealed=True, has_files=True)
+        assert len(lines.records) < 2, bit
+        assert lines.problem or lines.is_unfinished
+
+
+def test_a_reader_misses_the_last_line(tmp_path: Path) -> None:
+    filled(tmp_path / "run", 3).close()
+    _cut(tmp_path / "run" / "chain-0" / "index.jsonl", 1)  # its end: a reader takes it for a line that is being written
+    with pytest.warns(UserWarning, match=r"has 2 draws, its checkpoint 3: lines are missing\. `adammcmc check"):
+        assert len(FolderStore(tmp_path / "run").kept()) == 2
 
 
 # --- states without pickle ------------------------------------------------------------------------------------------------

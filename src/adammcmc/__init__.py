@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from adammcmc.callbacks import Callback, Event, TensorBoard
     from adammcmc.chain import sample_density, warm_up
+    from adammcmc.checking import Check, check_run
     from adammcmc.control import ControlVariate
     from adammcmc.corrected import CorrectedMALA
     from adammcmc.data import Examples, TensorExamples
@@ -61,6 +62,7 @@ __all__ = [
     "Calibration",
     "Callback",
     "ChainState",
+    "Check",
     "ClassScores",
     "ClosureReport",
     "Confidence",
@@ -115,6 +117,7 @@ __all__ = [
     "calibrate_sigma",
     "calibration",
     "check_closure",
+    "check_run",
     "compare_ood",
     "diagnostics",
     "from_paper",
@@ -137,6 +140,7 @@ __getattr__ = lazy_names(
         "calibration",
         "callbacks",
         "chain",
+        "checking",
         "control",
         "corrected",
         "data",

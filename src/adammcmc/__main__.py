@@ -2,6 +2,7 @@
 
 0    done
 1    it could not be done: bad configuration, data, network or run folder; the line on standard error says what and where
+     (`check`: the run is damaged; the lines on standard output say how)
 2    the command line itself was not understood
 130  stopped by Ctrl-C; 143 by SIGTERM, 129 by SIGHUP
 """

@@ -29,6 +29,8 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
+    TensorDataset,
     default_collate,
 )
 
@@ -134,6 +136,10 @@ class Data(ABC):
     def restart(self, seed: int) -> None:
         """Begin anew, in the order that this seed gives."""
 
+    def all_rows(self) -> str | None:
+        """A digest of every value that can be read at little cost; None where there is none. See `_digest`."""
+        return None
+
     def fingerprint(self) -> str:
         """Hexadecimal digits that tell this data set from others: length, structure, and the values of some examples."""
         count = min(self._num_looked_at, self.num_data)
@@ -215,6 +221,9 @@ class TensorData(Indexed):
         self._advance()
         return self.fetch(rows)
 
+    def all_rows(self) -> str | None:
+        return _digest("tensors", self._leaves)
+
     def fetch(self, indices: slice | Tensor) -> Batch:
         return _pytree.tree_unflatten([_rows(x, indices) for x in self._leaves], self._structure)
 
@@ -241,6 +250,12 @@ class DatasetData(Indexed):
         self._source = _Batches(dataset, collate)
         self._options = options
         self._running: Iterator[Batch] | None = None
+
+    def all_rows(self) -> str | None:
+        dataset: Any = self._source._dataset
+        if isinstance(dataset, TensorDataset):
+            return _digest("tensors", dataset.tensors)
+        return _digest("held", _held_arrays(dataset))
 
     def restart(self, seed: int) -> None:
         super().restart(seed)
@@ -572,6 +587,41 @@ def _checksum(x: Tensor) -> int:
     data = x.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
     weights = torch.arange(1, data.numel() + 1, device=x.device).mul_(2_654_435_761).remainder_(2**31 - 1)
     return int((data * weights).sum())
+
+
+_MOST_BYTES = 1 << 30  # of one tensor: more would take seconds to read
+
+
+def _digest(kind: str, leaves: Sequence[Any]) -> str | None:
+    """Of every value of the tensors and arrays that are not too large; `kind` says which those are."""
+    leaves = [x for x in leaves if x.nbytes <= _MOST_BYTES]
+    if not leaves:
+        return None
+    digest = hashlib.blake2b(digest_size=8)
+    for x in leaves:
+        some = max(1, (1 << 24) // max(1, x.nbytes // max(1, len(x))))
+        digest.update(f"{tuple(x.shape)} {_rows(x, slice(0, 0)).dtype} ".encode())
+        for first in range(0, len(x), some):
+            rows = _rows(x, slice(first, first + some)).cpu().contiguous()
+            digest.update(cast(Any, rows.reshape(-1).view(torch.uint8).numpy()))
+    return f"{kind}: {digest.hexdigest()}"
+
+
+def _held_arrays(dataset: Any) -> list[Any]:
+    """What a data set holds in memory under the usual names, one row for each example; of a subset, its rows of that."""
+    if isinstance(dataset, Subset):
+        whole = dataset.dataset
+        held = list(whole.tensors) if isinstance(whole, TensorDataset) else _held_arrays(whole)
+        rows = torch.as_tensor(dataset.indices)
+        return [_rows(x, rows) for x in held if x.nbytes <= _MOST_BYTES]
+    found: list[Any] = []
+    for name in ("data", "targets", "labels"):
+        x = getattr(dataset, name, None)
+        if isinstance(x, list) and x and all(isinstance(value, int | float) for value in x):
+            x = np.asarray(x)
+        if isinstance(x, Tensor | np.ndarray) and x.dtype != object and x.ndim > 0 and len(x) == len(dataset):
+            found.append(x)
+    return found
 
 
 def _mix(start: int, numbers: Sequence[int]) -> int:

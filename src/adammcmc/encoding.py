@@ -1,32 +1,43 @@
-"""Tensors and nested states as bytes, without pickle: safetensors for tensors, JSON for the rest."""
+"""Tensors and nested states as bytes, without pickle: safetensors for tensors, JSON for the rest.
+
+A sealed file holds its own checksum: the first entry of its metadata, "crc32", has the eight hexadecimal digits of the crc32
+of the whole file, computed with these digits as zeros.
+"""
 
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils import _pytree
 
-from adammcmc.whole import whole
+from adammcmc.whole import open_plain, whole
 
 __all__ = [
     "HostCopies",
     "Tensors",
     "can_store",
+    "checksum",
     "decode",
     "encode",
     "plain_json",
     "read_state",
     "safetensors_parts",
     "strict_json",
+    "write_parts",
     "write_state",
 ]
 
@@ -99,28 +110,102 @@ def decode(text: str, tensors: Tensors) -> Any:
 
 
 def write_state(path: Path, state: Any, what: str) -> None:
-    """A nested state as one safetensors file, whole or not at all; `what` it is stands in its header."""
+    """A nested state as one safetensors file with a checksum, whole or not at all; `what` it is stands in its header."""
     text, tensors = encode(state)
-    with whole(path) as file, file.open("wb") as written:
-        for part in safetensors_parts(tensors, {"what": what, "state": text}):
-            written.write(part)
+    with whole(path) as file, file.open("wb", buffering=0) as written:
+        write_parts(written, safetensors_parts(tensors, {"what": what, "state": text}, is_sealed=True))
 
 
-def read_state(path: Path) -> Any:
-    """What `write_state` was given."""
-    with safe_open(path, framework="pt") as content:
-        tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-        return decode(content.metadata()["state"], tensors)
+def read_state(path: Path, *, must_be_sealed: bool = False, may_be_link: bool = True) -> Any:
+    """What `write_state` was given. A ValueError says what is wrong with a damaged file.
+
+    Args:
+        path: the file.
+        must_be_sealed: whether to refuse a file without a checksum, as older versions wrote it.
+        may_be_link: whether to follow a symbolic link.
+    """
+    computed, written = checksum(path, may_be_link=may_be_link)
+    if written is not None and written != computed:
+        raise ValueError("its content does not match its checksum")
+    try:
+        with safe_open(path, framework="pt") as content:
+            metadata = content.metadata()
+            # who writes a checksum writes the format too, so that a damaged entry "crc32" is not taken for an old file
+            if written is None and (must_be_sealed or metadata.get("format", "1") != "1"):
+                raise ValueError("it has no checksum")
+            tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+            return decode(metadata["state"], tensors)
+    except (SafetensorError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+_SEAL = b'{"__metadata__": {"crc32": "'
+"""How the header of a sealed file begins; eight hexadecimal digits follow."""
+_DIGITS = slice(8 + len(_SEAL), 16 + len(_SEAL))
+
+
+def write_parts(file: RawIOBase, parts: Iterable[bytes | memoryview]) -> tuple[int, int]:
+    """Write the parts of a file, and the digits of its seal if it has one. Returns its size, and its checksum as below."""
+    size = crc = 0
+    is_sealed = False
+    for part in _gathered(parts):
+        is_sealed = is_sealed or (size == 0 and bytes(part[8 : _DIGITS.start]) == _SEAL)
+        _write_all(file, part)
+        size, crc = size + len(part), zlib.crc32(part, crc)
+    if is_sealed:
+        file.seek(_DIGITS.start)
+        _write_all(file, b"%08x" % crc)
+    return size, crc
+
+
+def checksum(path: Path, *, may_be_link: bool = False) -> tuple[int, int | None]:
+    """The crc32 of a file, the digits of its seal taken for zeros, and the one that the seal says (None: it has none)."""
+    with open(open_plain(path, may_be_link=may_be_link), "rb") as file:
+        head, written = bytearray(file.read(_DIGITS.stop)), None
+        if head[8 : _DIGITS.start] == _SEAL:
+            written = int(head[_DIGITS], 16) if re.fullmatch(rb"[0-9a-f]{8}", head[_DIGITS]) else -1
+            head[_DIGITS] = b"0" * 8
+        crc = zlib.crc32(head)
+        while part := file.read(1 << 22):
+            crc = zlib.crc32(part, crc)
+    return crc, written
+
+
+def _gathered(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes with small parts joined: one call of the system for many of them."""
+    small: list[bytes | memoryview] = []
+    for part in parts:
+        if len(part) < 1 << 16:
+            small.append(part)
+            continue
+        if small:
+            yield b"".join(small)
+            small = []
+        yield part
+    if small:
+        yield b"".join(small)
+
+
+def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:
+    """A system may take a part at a time, and says that the disk is full by taking none."""
+    rest = memoryview(content)
+    while len(rest) > 0:
+        taken = file.write(rest)
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rest = rest[taken:]
 
 
 def safetensors_parts(
-    tensors: Tensors, metadata: dict[str, str] | None = None, *, dtype: str | None = None
+    tensors: Tensors, metadata: dict[str, str] | None = None, *, dtype: str | None = None, is_sealed: bool = False
 ) -> Iterator[bytes | memoryview]:
     """The parts of a safetensors file, header first, one tensor on the host at a time and without a copy where it is there.
 
     The package's own writer copies everything twice, which at each draw of a large model costs time, and memory that the
-    allocator never gives back. `dtype` is that of floating tensors.
+    allocator never gives back. `dtype` is that of floating tensors. A sealed file has room for its own checksum: `write_parts`.
     """
+    if is_sealed:
+        metadata = {"crc32": "0" * 8, "format": "2", **(metadata or {})}
     kinds = {name: _kind(x, dtype) for name, x in tensors.items()}
     order = sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))  # numbers then lie at multiples of their size
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from adammcmc.calibration import ClassScores, ValueScores, score
 from adammcmc.data import Batch, Data, IterableData, as_data, num_rows, part_of
 from adammcmc.diagnostics import ess_bulk
-from adammcmc.errors import StoreMismatch
+from adammcmc.errors import StoreCorrupt, StoreMismatch
 from adammcmc.health import Health, read_health, split_sums
 from adammcmc.likelihood import Likelihood, as_likelihood
 from adammcmc.moments import Moments
 from adammcmc.packing import Packing
 from adammcmc.predictive import Forward, Prediction, predict
-from adammcmc.store import FolderStore, Record, Store, check_manifest
+from adammcmc.store import FolderStore, Record, Store
 from adammcmc.summary import Series, Summary, layers_of, probe_layers, summarize
 
 __all__ = ["Posterior"]
@@ -68,7 +68,6 @@ class Posterior:
             model: of the architecture that was sampled; its weights do not matter.
         """
         store = FolderStore(path)
-        check_manifest(store.manifest, path)
         check_model(store.manifest["model"]["tensors"], bare(model), f"the run in '{path}'")
         return cls(store, model)
 
@@ -144,7 +143,15 @@ class Posterior:
 
     def _saved(self) -> list[dict[str, Any]]:
         """What the checkpoints of the chains hold of moments and health; chains that ran as one stack have one for all."""
+        try:
+            return self._read_saved()
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise StoreCorrupt(f"a checkpoint is not one of this run ({type(error).__name__}: {error}).") from error
+
+    def _read_saved(self) -> list[dict[str, Any]]:
         if (whole := self.store.saved(None)) is not None:
+            if whole["sampler"]["num_chains"] != self.store.manifest["configuration"]["num_chains"]:
+                raise StoreCorrupt(f"a checkpoint holds {whole['sampler']['num_chains']} chains, and run.json another number.")
             sums = split_sums(whole["health"], whole["sampler"]["health"], whole["sampler"]["num_chains"])
             moments = whole["moments"] or [None] * len(sums)
             return [{"health": whole["health"], "sums": sums[c], "moments": moments[c]} for c in self._chains]

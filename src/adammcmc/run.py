@@ -34,7 +34,7 @@ from adammcmc.callbacks import Callback, Event, OwnNumbers
 from adammcmc.corrected import CorrectedMALA
 from adammcmc.data import Data, as_data, derive_seed, to_device
 from adammcmc.encoding import can_store, plain_json
-from adammcmc.errors import NonFiniteLoss, StoreMismatch
+from adammcmc.errors import NonFiniteLoss, StoreCorrupt, StoreMismatch
 from adammcmc.factory import (
     Factory,
     as_factory,
@@ -60,7 +60,7 @@ from adammcmc.progress import Bar, show_bar
 from adammcmc.randomness import streams
 from adammcmc.sampler import Sampler
 from adammcmc.stacked import CannotStack, Setup, StackedSampler, setup_of
-from adammcmc.store import FolderStore, MemoryStore, Store, check_manifest, check_space, format_bytes, read_manifest
+from adammcmc.store import FolderStore, MemoryStore, Store, check_space, format_bytes, read_manifest
 from adammcmc.target import Prior
 from adammcmc.tuning import BurnIn
 from adammcmc.warning import warn
@@ -219,7 +219,7 @@ def sample(
                 **({"scan": run.scan} if run.scan else {}),
             },
             "prior": describe_prior(one.target.prior, one),
-            "data": {"num_data": data.num_data, "fingerprint": data.fingerprint()},
+            "data": {"num_data": data.num_data, "fingerprint": data.fingerprint(), "all_rows": data.all_rows()},
             "why_not_resumable": data.why_not_resumable,
             "model": {
                 "class": type(model).__name__,
@@ -448,12 +448,14 @@ class _Loop(ABC):
 
     def go(self, store: Store, bar: Bar, interrupt: Interrupt) -> None:
         """To the last draw, or to the end of the step in which an interrupt came: then all of it is saved."""
-        if (saved := store.saved(self.key)) is None:
+        if (saved := store.restore(self.key, self.chains)) is None:
             raise StoreMismatch(f"{self.name} has no checkpoint.")
-        self.load(saved)
-        if isinstance(store, FolderStore):
-            for chain in self.chains:
-                store.rewind(chain, self.num_draws)
+        try:
+            self.load(saved)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:  # it is whole, but not what this version writes
+            raise StoreCorrupt(
+                f"the checkpoint of {self.name} is not one of this run ({type(error).__name__}: {error})."
+            ) from error
         run, sampler, last_saved = self.run, self.sampler, time.monotonic()
         if self.num_draws >= run.num_draws:
             return
@@ -796,7 +798,6 @@ def _open_store(path: Path | None, manifest: dict[str, Any], run: _Run, resume: 
 def _reopened(path: Path, manifest: dict[str, Any], run: _Run) -> FolderStore:
     store = FolderStore(path, writes=True)
     try:
-        check_manifest(store.manifest, path)
         _check_same_run(store.manifest, manifest, run, path)
         _note_machine(store.manifest, manifest, path)
         store.manifest["configuration"]["num_draws"] = run.num_draws
@@ -831,7 +832,10 @@ def _check_same_run(before: dict[str, Any], now: dict[str, Any], run: _Run, fold
             raise StoreMismatch(f"{what} has {key} = {old}, this call has {new}. To go on, everything must be as it was.")
     if (difference := prior_difference(before.get("prior"), now["prior"])) is not None:
         raise StoreMismatch(f"{what} was made with another prior: {difference}. To go on, everything must be as it was.")
-    if before["data"]["fingerprint"] != now["data"]["fingerprint"]:
+    rows, new_rows = before["data"].get("all_rows") or "", now["data"]["all_rows"] or ""
+    # of other parts of the data (a Dataset then, tensors now) nothing follows
+    are_others = rows.partition(":")[0] == new_rows.partition(":")[0] and rows != new_rows
+    if before["data"]["fingerprint"] != now["data"]["fingerprint"] or are_others:
         raise StoreMismatch(f"{what} was made with other data: their values differ from those of this call.")
 
 
@@ -860,10 +864,10 @@ def forecast_size(
     tensors = [x for x in model.state_dict().values() if isinstance(x, Tensor)]
     one = sum(x.numel() * (kind if kind is not None and x.is_floating_point() else x.element_size()) + 128 for x in tensors)
     weights = sum(x.numel() * x.element_size() + 128 for x in tensors)
-    kept = min(keep + 1, num_draws) if isinstance(keep, int) else (num_draws if keep == "draws" else 0)
+    kept = min(keep + 2, num_draws) if isinstance(keep, int) else (num_draws if keep == "draws" else 0)
     moments = 0 if keep == "draws" else 16 * sum(x.numel() for x in tensors)
-    # a checkpoint holds weights and two moments, and is there twice while it is replaced
-    return int(num_chains) * (kept * one + num_draws * 900 + 2 * (4 * weights + moments + 50_000))
+    # a checkpoint holds weights and two moments; the one before is kept, and there is a third while they are replaced
+    return int(num_chains) * (kept * (one + 900) + num_draws * 900 + 3 * (4 * weights + moments + 50_000))
 
 
 def _check_memory(size: int) -> None:

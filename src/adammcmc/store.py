@@ -1,15 +1,19 @@
 """Draws and checkpoints on disk (or in memory): append, read, resume.
 
-    run.json                         what was run: target, configuration, versions, data fingerprint, tensors of the model
-    lock                             held by the process that writes
-    chain-0/index.jsonl              one line a draw: draw, chain, step, loss, acceptance_rate, ..., file, bytes, crc32
-    chain-0/draw-000000.safetensors  parameters and buffers of one draw, under the names of `model.state_dict()`
-    chain-0/checkpoint.safetensors   all that the chain needs to go on; its metadata entry "state" is JSON
-    checkpoint.safetensors           of chains that run as one stack: all that they need, in place of a file for each
+    run.json                                 what was run: target, configuration, versions, data fingerprint, model tensors
+    lock                                     held by the process that writes
+    chain-0/index.jsonl                      one line a draw: draw, chain, step, loss, ..., file, bytes, crc32, line_crc32
+    chain-0/draw-000000.safetensors          parameters and buffers of one draw, under the names of `model.state_dict()`
+    chain-0/checkpoint.safetensors           all that the chain needs to go on; its metadata entry "state" is JSON
+    chain-0/checkpoint.previous.safetensors  the one before, in case the newest is damaged
+    checkpoint.safetensors                   of chains that run as one stack: all that they need, in place of a file for each
 
-A file appears under its name only when it is whole, and a draw exists when its line in the index is whole. The checkpoint is
-written last: a run that was killed goes on from it, and makes again, bit for bit, what came after.
-No pickle anywhere.
+A file appears under its name only when it is whole, and a draw exists when its line in the index is whole. Each is synced to
+the disk before the next is begun: draw, line of the index, checkpoint. So a run that was killed, by power loss too, goes on
+from its checkpoint, and makes again, bit for bit, what came after.
+
+Every file has a checksum (format 1 had them for draws only; a run of format 1 stays one). What is read is not trusted: names of
+files follow from numbers, links and pipes are refused, and JSON is checked (`records.py`). No pickle anywhere.
 """
 
 from __future__ import annotations
@@ -19,26 +23,41 @@ import json
 import os
 import re
 import shutil
+import stat
 import weakref
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from io import RawIOBase
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils import _pytree
 
-from adammcmc.encoding import HostCopies, Tensors, encode, read_state, safetensors_parts, strict_json
+from adammcmc.encoding import HostCopies, Tensors, checksum, encode, read_state, safetensors_parts, strict_json, write_parts
 from adammcmc.errors import StoreCorrupt, StoreFull, StoreLocked, StoreMismatch
+from adammcmc.records import (
+    FORMAT,
+    MANIFEST,
+    Lines,
+    Record,
+    check_manifest,
+    draw_name,
+    line_of,
+    manifest_text,
+    read_lines,
+    read_manifest,
+)
+from adammcmc.warning import warn
+from adammcmc.whole import NotPlain, make_folder, open_new, open_plain, put, sync_folder
 
 __all__ = [
+    "CHECKPOINT",
     "FORMAT",
+    "PREVIOUS",
     "FolderStore",
     "MemoryStore",
     "Record",
@@ -49,19 +68,8 @@ __all__ = [
     "read_manifest",
 ]
 
-FORMAT = 1
-Record = dict[str, Any]
-"""One line of the index."""
-_PARTS: dict[str, tuple[str, ...]] = {
-    "": ("keep", "dtype", "has_targets", "num_parts", "target", "target_at_first"),
-    "configuration": ("num_chains", "num_draws"),
-    "data": ("num_data", "fingerprint"),
-    "model": ("tensors",),
-    "likelihood": ("name",),
-    "versions": ("adammcmc",),
-}
-"""What the manifest of every run has: of itself, and of its parts."""
-_MANIFEST, _LOCK, _INDEX, _CHECKPOINT = "run.json", "lock", "index.jsonl", "checkpoint.safetensors"
+CHECKPOINT, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
+_LOCK, _INDEX = "lock", "index.jsonl"
 
 
 class Store(ABC):
@@ -121,6 +129,10 @@ class Store(ABC):
     def saved(self, chain: int | None) -> dict[str, Any] | None:
         """What was saved last; None before the first time."""
 
+    def restore(self, key: int | None, chains: Sequence[int]) -> dict[str, Any] | None:
+        """The state to go on from, of one chain or of a stack of all `chains`; draws that came after it are forgotten."""
+        return self.saved(key)
+
     def flush(self) -> None:  # noqa: B027  (memory has nothing to wait for)
         """Wait until all that was committed is kept; raise what went wrong with it."""
 
@@ -168,6 +180,11 @@ class FolderStore(Store):
         self._unlock: Callable[[], Any] = _nothing
         self._verified: set[str] = set()
         self._folders: dict[int, Path] = {}
+        self._left_out: dict[tuple[int, int], str] = {}
+        """Draws whose files cannot be used, and why."""
+        self._num_saved: dict[int, int] = {}
+        """How many draws a chain had at its last checkpoint."""
+        self._num_dropped: dict[int, int] = {}
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._host = HostCopies()
@@ -187,38 +204,64 @@ class FolderStore(Store):
     def _begin(self, manifest: dict[str, Any]) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise StoreMismatch(f"'{self.path}' is a file: `path` must be a folder for the run.")
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         self._take_lock()
         try:
-            if (self.path / _MANIFEST).exists():
+            if (self.path / MANIFEST).exists():
                 raise StoreMismatch(
                     f"'{self.path}' holds a run already. Pass resume=True to go on with it, or choose another path."
                 )
             # a run that was killed before it began has left first checkpoints at most
             files = [p.relative_to(self.path) for p in self.path.rglob("*") if p.is_file() and p.suffix != ".tmp"]
-            if foreign := [str(p) for p in sorted(files) if p.name not in (_LOCK, _CHECKPOINT)]:
+            if foreign := [str(p) for p in sorted(files) if p.name not in (_LOCK, CHECKPOINT, PREVIOUS)]:
                 raise StoreMismatch(
                     f"'{self.path}' is not empty and holds no run (it has '{foreign[0]}'). Choose another path."
                 )
             super().__init__(manifest)
+            chains = self._chain_folders()
+            for folder in (self.path, *chains.values()):
+                _remove_leftovers(folder)
+                for name in (CHECKPOINT, PREVIOUS):  # of another run, maybe: this one must never fall back on them
+                    (folder / name).unlink(missing_ok=True)
+            for folder in chains.values():
+                with suppress(OSError):
+                    folder.rmdir()
         except BaseException:
             self.close()
             raise
 
+    @property
+    def is_sealed(self) -> bool:
+        """Whether all files of this run have checksums: since format 2. A run of format 1 goes on as one."""
+        return bool(self.manifest.get("format", FORMAT) > 1)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether all chains have one checkpoint."""
+        return bool(self.manifest["configuration"].get("stacked", False))
+
     def write_manifest(self) -> None:
         """Write down what was run, anew."""
-        text = json.dumps({"what": "a run of adammcmc", "format": FORMAT, **self.manifest}, indent=2, allow_nan=False)
-        self._write_whole(self.path / _MANIFEST, [text.encode() + b"\n"])
+        self._write_whole(self.path / MANIFEST, [manifest_text(self.manifest)])
+
+    def kept(self) -> list[Record]:
+        return [r for r in super().kept() if "file" in r and (r["chain"], r["draw"]) not in self._left_out]
 
     def append(self, record: Record, tensors: Tensors) -> None:
         chain, draw, keep = record["chain"], record["draw"], self.manifest["keep"]
-        folder = self._folder(chain)
+        folder, record = self._folder(chain), strict_json(record)
         if keep != "moments":
-            file = folder / _draw_name(draw)
-            size, crc = self._write_whole(file, safetensors_parts(tensors, dtype=self.manifest["dtype"]))
-            record = {**record, "file": file.name, "bytes": size, "crc32": crc}
-        record = strict_json(record)
-        self._append_line(folder / _INDEX, json.dumps(record, allow_nan=False))
+            # an index that is lost can be made again from the draws; how long they took is not a part of what they are
+            text = json.dumps({key: value for key, value in record.items() if key != "seconds"}, allow_nan=False)
+            parts = safetensors_parts(
+                tensors,
+                {"record": text} if self.is_sealed else None,
+                dtype=self.manifest["dtype"],
+                is_sealed=self.is_sealed,
+            )
+            size, crc = self._write_whole(folder / draw_name(draw), parts)
+            record = {**record, "file": draw_name(draw), "bytes": size, "crc32": crc}
+        self._append_line(folder / _INDEX, line_of(record, is_sealed=self.is_sealed))
         self._index.setdefault(chain, []).append(record)
 
     def commit(self, record: Record, tensors: Tensors, state: dict[str, Any]) -> None:
@@ -255,51 +298,125 @@ class FolderStore(Store):
 
     def load(self, record: Record) -> dict[str, Tensor]:
         file = self._file(record)
-        if isinstance(self.manifest["keep"], int) and not file.exists():
-            raise StoreMismatch(f"draw {record['draw']} was dropped by its run since: open the posterior again.")
+        remedy = f"`adammcmc check {self.path} --repair` sets it aside, and the other draws stay usable"
         try:
-            if str(file) not in self._verified and _crc(file) != record["crc32"]:
-                raise StoreCorrupt(f"'{file}' is damaged: its checksum is not the one in the index.")
+            if str(file) not in self._verified:
+                computed, written = checksum(file)
+                if computed != record["crc32"] or (written is None and self.is_sealed) or written not in (None, computed):
+                    raise StoreCorrupt(f"'{file}' is damaged: its checksum is not the one in the index. {remedy}.")
             self._verified.add(str(file))
             with safe_open(file, framework="pt") as content:
                 return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118  (no dictionary)
-        except (OSError, SafetensorError) as error:
-            raise StoreCorrupt(f"'{file}' cannot be read: {error}.") from error
+        except StoreCorrupt:
+            raise
+        except (OSError, SafetensorError, RuntimeError) as error:  # torch maps the file once more, and has errors of its own
+            if isinstance(self.manifest["keep"], int) and not os.path.lexists(file):
+                words = f"draw {record['draw']} was dropped by its run since: open the posterior again."
+                raise StoreMismatch(words) from error
+            raise StoreCorrupt(f"'{file}' cannot be read: {error}. {remedy}.") from error
+
+    # --- the checkpoints ----------------------------------------------------------------------------------------
 
     def save(self, chain: int | None, state: dict[str, Any]) -> None:
-        folder = self.path if chain is None else self._folder(chain)
         text, tensors = encode(state)
-        metadata = {"format": str(FORMAT), "state": text}
-        self._write_whole(folder / _CHECKPOINT, safetensors_parts(tensors, metadata))
+        # how many draws it counts on stands by itself too, so that a reader need not read all of it to know
+        own = {"num_draws": str(state.get("num_draws", 0)), "state": text}
+        metadata = own if self.is_sealed else {"format": "1", "state": text}
+        parts = safetensors_parts(tensors, metadata, is_sealed=self.is_sealed)
+        folder = self.path if chain is None else self._folder(chain)
+        self._write_whole(folder / CHECKPOINT, parts, keep_as=folder / PREVIOUS)
         for one in self._index if chain is None else [chain]:
-            self._drop_old(one)  # only now: the checkpoint before this one needed them
+            self._drop_old(one)  # only now: the checkpoint that is gone needed them
 
     def saved(self, chain: int | None) -> dict[str, Any] | None:
-        file = (self.path if chain is None else self.path / f"chain-{chain}") / _CHECKPOINT
-        if not file.exists():
+        """What was saved last, or, with a warning, what was saved before it, if it is damaged."""
+        problems = []
+        for file in self._checkpoints(chain):
+            try:
+                state = self.read_checkpoint(file)
+            except StoreCorrupt as error:
+                problems.append(str(error))
+                continue
+            if state is not None:
+                if problems:
+                    warn(f"{problems[0]} The one before it is used.")
+                return state
+        if problems:
+            raise StoreCorrupt(problems[0])
+        return None
+
+    def restore(self, key: int | None, chains: Sequence[int]) -> dict[str, Any] | None:
+        """From the newest checkpoint that is whole and whose draws the index has; if it is the one before, with a warning."""
+        newest, previous = self._checkpoints(key)
+        problems = []
+        for file in (newest, previous):
+            try:
+                state = self._usable(file, chains)
+            except StoreCorrupt as error:
+                problems.append(str(error))
+                continue
+            if state is None:
+                continue
+            if file == previous:
+                why = problems[0] if problems else f"'{newest}' is missing."
+                warn(f"{why} The run goes on from the checkpoint before it.")
+                if os.path.lexists(newest):
+                    set_aside(newest)
+                self._keep_as(previous, newest)
+                sync_folder(newest.parent)
+            for chain in chains:
+                self.rewind(chain, state["num_draws"])
+            return state
+        if problems:
+            raise StoreCorrupt(f"{problems[0]} `adammcmc check {self.path} --repair` makes of it what can be made.")
+        return None
+
+    def _checkpoints(self, key: int | None) -> tuple[Path, Path]:
+        """The newest and the one before."""
+        folder = self.path if key is None else self.path / f"chain-{key}"
+        return folder / CHECKPOINT, folder / PREVIOUS
+
+    def read_checkpoint(self, file: Path) -> dict[str, Any] | None:
+        """What a checkpoint holds; None if it is not there."""
+        if not os.path.lexists(file):
             return None
         try:
-            return cast(dict[str, Any], read_state(file))
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            state = read_state(file, must_be_sealed=self.is_sealed, may_be_link=False)
+            if not isinstance(state, dict):
+                raise ValueError("it holds no state of a chain")
+            if not (isinstance(count := state.get("num_draws"), int) and count >= 0):
+                raise ValueError(f"it has num_draws = {count!r}")
+        except (OSError, ValueError) as error:
             raise StoreCorrupt(f"the checkpoint '{file}' cannot be read: {error}. The draws are not affected.") from error
+        return state
+
+    def _usable(self, file: Path, chains: Sequence[int]) -> dict[str, Any] | None:
+        """A checkpoint from which a run can go on: with as many draws as the index has, or fewer."""
+        if (state := self.read_checkpoint(file)) is None:
+            return None
+        for chain in chains:
+            if self.num_draws(chain) < state["num_draws"]:
+                raise StoreCorrupt(
+                    f"the index of chain {chain} in '{self.path}' has {self.num_draws(chain)} draws, its checkpoint "
+                    f"{state['num_draws']}: lines are missing."
+                )
+        return state
 
     def rewind(self, chain: int, num_draws: int) -> None:
         """Forget the draws that came after the checkpoint: the chain makes them again."""
         records = self._index.get(chain, [])
-        if len(records) < num_draws:
-            raise StoreCorrupt(
-                f"the index of chain {chain} in '{self.path}' has {len(records)} draws, its checkpoint {num_draws}: lines are "
-                "missing."
-            )
+        self._num_saved[chain] = num_draws
         if len(records) == num_draws:
             return
-        kept = records[:num_draws]
-        text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
-        self._write_whole(self.path / f"chain-{chain}" / _INDEX, [text.encode()])
-        self._index[chain] = kept
+        self.write_index(chain, records[:num_draws])
         for record in records[num_draws:]:
-            if "file" in record:
-                (self.path / f"chain-{chain}" / record["file"]).unlink(missing_ok=True)
+            self._file(record).unlink(missing_ok=True)
+
+    def write_index(self, chain: int, records: list[Record]) -> None:
+        """All of the index of a chain, anew."""
+        lines = [line_of(record, is_sealed=self.is_sealed) for record in records]
+        self._write_whole(self._folder(chain) / _INDEX, lines)
+        self._index[chain] = records
 
     def close(self) -> None:
         try:
@@ -310,20 +427,33 @@ class FolderStore(Store):
                 self._writer = None
             self._unlock()
 
+    # --- the files ----------------------------------------------------------------------------------------------
+
     def _folder(self, chain: int) -> Path:
+        """Of a chain, to write to."""
         if chain not in self._folders:
-            self._folders[chain] = self.path / f"chain-{chain}"
-            self._folders[chain].mkdir(exist_ok=True)
+            folder = self.path / f"chain-{chain}"
+            if not os.path.lexists(folder):
+                make_folder(folder)
+            self._folders[chain] = _checked_folder(folder)
         return self._folders[chain]
 
-    # --- the files ----------------------------------------------------------------------------------------------
+    def _chain_folders(self) -> dict[int, Path]:
+        """Those that are there, by number."""
+        names = sorted(entry.name for entry in os.scandir(self.path))
+        chains = {int(match[1]): self.path / match[0] for name in names if (match := re.fullmatch(r"chain-(0|[1-9]\d*)", name))}
+        return {chain: _checked_folder(folder) for chain, folder in sorted(chains.items())}
+
+    def _file(self, record: Record) -> Path:
+        return self.path / f"chain-{record['chain']}" / draw_name(record["draw"])
 
     def _take_lock(self) -> None:
         try:
             import fcntl
         except ImportError:  # no such locks on this system
             return
-        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
+        with _refusing():
+            lock = open_plain(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
         _locks.add(lock)
         self._unlock = weakref.finalize(self, _let_go, lock)  # the lock goes with its file, whatever ends the process
         try:
@@ -334,67 +464,132 @@ class FolderStore(Store):
 
     def _read_index(self, writes: bool) -> None:
         """The index as it is; read again if its run, which keeps the last draws only, has dropped some since."""
-        for attempt in range(5):
+        for _ in range(5):
+            counts = {} if writes else self._counted_draws()  # before the index, which is never behind them
             self._read_lines(writes)
-            missing = [file for record in self.kept() if not (file := self._file(record)).exists()]
-            if not missing:
+            self._left_out = {(r["chain"], r["draw"]): words for r in super().kept() if (words := self.problem_of(r))}
+            is_dropping = isinstance(self.manifest["keep"], int) and not writes
+            if not (is_dropping and any(words.endswith("is missing") for words in self._left_out.values())):
                 break
-            if attempt == 4 or writes or not isinstance(self.manifest["keep"], int):
-                raise StoreCorrupt(f"'{missing[0]}' is missing, which the index names.")
-        for record in self.kept():
-            with suppress(FileNotFoundError):
-                if (size := self._file(record).stat().st_size) != record["bytes"]:
-                    raise StoreCorrupt(f"'{self._file(record)}' has {size} bytes, the index says {record['bytes']}.")
+        for chain, count in counts.items():
+            if self.num_draws(chain) < count:
+                warn(
+                    f"the index of chain {chain} in '{self.path}' has {self.num_draws(chain)} draws, its checkpoint {count}: "
+                    f"lines are missing. `adammcmc check {self.path} --repair` makes the index again from the draws.",
+                )
+        if self._left_out:
+            problems = list(self._left_out.values())
+            more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+            warn(
+                f"{'; '.join(problems[:3])}{more}: left out, the other draws are used. "
+                f"`adammcmc check {self.path} --repair` sets aside what is damaged.",
+            )
 
-    def _file(self, record: Record) -> Path:
-        return self.path / f"chain-{record['chain']}" / str(record["file"])
+    def _counted_draws(self) -> dict[int, int]:
+        """How many draws the newest checkpoint of each chain counts on, by its header; 0 where that says nothing."""
+        counts = {}
+        for chain in self._chain_folders():
+            with suppress(OSError, SafetensorError, RuntimeError, KeyError, TypeError, ValueError):
+                file = self._checkpoints(None if self.is_stacked else chain)[0]
+                os.close(open_plain(file))
+                with safe_open(file, framework="pt") as content:
+                    counts[chain] = int(content.metadata()["num_draws"])
+        return counts
+
+    def problem_of(self, record: Record) -> str | None:
+        """What can be seen of a draw's file without reading it."""
+        if "file" not in record:
+            return None
+        file = self._file(record)
+        try:
+            found = file.lstat()
+        except FileNotFoundError:
+            return f"'{file}' is missing"
+        if not stat.S_ISREG(found.st_mode):
+            return f"'{file}' is no plain file"
+        size, right = found.st_size, record["bytes"]
+        return None if size == right else f"'{file}' has {size} bytes, the index says {right}"
+
+    def read_chain(self, chain: int) -> Lines:
+        """The index of a chain as the disk has it, up to its first bad line."""
+        file = self.path / f"chain-{chain}" / _INDEX
+        with _refusing():
+            return read_lines(file, chain, is_sealed=self.is_sealed, has_files=self.manifest["keep"] != "moments")
 
     def _read_lines(self, writes: bool) -> None:
-        chains = {int(match[1]): p for p in self.path.iterdir() if (match := re.fullmatch(r"chain-(\d+)", p.name))}
-        for chain, folder in sorted(chains.items()):
-            file = folder / _INDEX
-            lines = file.read_bytes().split(b"\n") if file.exists() else [b""]
-            unfinished = lines.pop()  # without a line's end: its writer was interrupted, and it does not count
-            if writes:
-                if unfinished:
-                    with open(file, "r+b") as index:
-                        index.truncate(sum(len(line) + 1 for line in lines))
-                for leftover in folder.glob("*.tmp"):
-                    leftover.unlink()
-            try:
-                self._index[chain] = [json.loads(line) for line in lines]
-            except ValueError as error:
-                raise StoreCorrupt(f"'{file}' has a line that is not JSON: {error}.") from error
-            if [r.get("draw") for r in self._index[chain]] != list(range(len(lines))):
-                raise StoreCorrupt(f"'{file}' does not count its draws 0, 1, 2, ...: lines are missing or damaged.")
+        folders, number = self._chain_folders(), self.manifest["configuration"]["num_chains"]
+        if folders and max(folders) >= number:
+            raise StoreCorrupt(f"'{self.path}' has a folder chain-{max(folders)}, and run.json says num_chains = {number}.")
+        found = {chain: self.read_chain(chain) for chain in folders}
+        self._index = {chain: lines.records for chain, lines in found.items()}
+        for chain, lines in found.items():
+            if lines.problem is not None:
+                self._check_that_no_checkpoint_needs_it(chain, lines.problem)
+        if not writes:
+            return
+        for folder in (self.path, *folders.values()):
+            _remove_leftovers(folder)
+        for chain, lines in found.items():
+            index = folders[chain] / _INDEX
+            # a file with two names is another folder's too (a copy made of hard links), and is not written to
+            if lines.problem is not None or lines.is_unfinished or (index.exists() and index.stat().st_nlink > 1):
+                self.write_index(chain, lines.records)
 
-    def _write_whole(self, file: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, int]:
-        """All of a file or nothing: written under another name, then renamed. Returns its size and its checksum."""
+    def _check_that_no_checkpoint_needs_it(self, chain: int, problem: str) -> None:
+        """A bad line after the last draw of a checkpoint is a write that was interrupted: it is made again on resume."""
+        key, chains = (None, sorted(self._index)) if self.is_stacked else (chain, [chain])
+        for file in self._checkpoints(key):
+            with suppress(StoreCorrupt):
+                if self._usable(file, chains) is not None:
+                    warn(f"{problem}: draws from there on are left out, and made again on resume.")
+                    return
+        raise StoreCorrupt(f"{problem}. `adammcmc check {self.path} --repair` makes the index again from the draws.")
+
+    def _write_whole(self, file: Path, parts: Iterable[bytes | memoryview], *, keep_as: Path | None = None) -> tuple[int, int]:
+        """All of a file or nothing: written under another name, then renamed. Returns its size and its checksum.
+
+        `keep_as` is the name that the file has from then on which had this name before.
+        """
         temporary = file.with_name(file.name + ".tmp")
-        size = checksum = 0
-        with self._watching_space(file):
+        with self._watching_space(file), _refusing():
             try:
-                with open(temporary, "wb", buffering=0) as written:
-                    for part in _gathered(parts):
-                        _write_all(written, part)
-                        size, checksum = size + len(part), zlib.crc32(part, checksum)
+                with open(open_new(temporary), "wb", buffering=0) as written:
+                    size, crc = write_parts(written, parts)
                     os.fsync(written.fileno())
-                os.replace(temporary, file)
+                if keep_as is not None:
+                    self._keep_as(file, keep_as)
+                put(temporary, file)
             except BaseException:
                 with suppress(OSError):
                     temporary.unlink(missing_ok=True)
                 raise
-        return size, checksum
+        return size, crc
 
-    def _append_line(self, file: Path, line: str) -> None:
-        with self._watching_space(file), open(file, "ab", buffering=0) as index:
-            size = index.seek(0, os.SEEK_END)
-            try:
-                _write_all(index, line.encode() + b"\n")
-            except BaseException:
-                with suppress(OSError):
-                    index.truncate(size)
-                raise
+    @staticmethod
+    def _keep_as(file: Path, name: Path) -> None:
+        """Give a file a second name, in place of what has it; where the system cannot, its only one."""
+        if not os.path.lexists(file):
+            return
+        name.unlink(missing_ok=True)
+        try:
+            os.link(file, name, follow_symlinks=False)
+        except OSError:
+            os.replace(file, name)
+
+    def _append_line(self, file: Path, line: bytes) -> None:
+        with self._watching_space(file), _refusing():
+            is_new = not file.exists()
+            with open(open_plain(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0) as index:
+                size = index.seek(0, os.SEEK_END)
+                try:
+                    write_parts(index, [line])
+                    os.fsync(index.fileno())  # before the checkpoint that counts on it
+                except BaseException:
+                    with suppress(OSError):
+                        index.truncate(size)
+                    raise
+            if is_new:
+                sync_folder(file.parent)
 
     @contextmanager
     def _watching_space(self, file: Path) -> Iterator[None]:
@@ -410,44 +605,50 @@ class FolderStore(Store):
             raise
 
     def _drop_old(self, chain: int) -> None:
-        keep = self.manifest["keep"]
+        """Of a run that keeps the last draws, those that neither its last two checkpoints nor its readers need."""
+        records, keep = self._index.get(chain, []), self.manifest["keep"]
+        before, self._num_saved[chain] = self._num_saved.get(chain, 0), len(records)
         if not isinstance(keep, int):
             return
-        for record in self._index.get(chain, [])[-2 * keep - 2 : -keep]:
-            (self.path / f"chain-{chain}" / record["file"]).unlink(missing_ok=True)
+        for record in records[self._num_dropped.get(chain, 0) : max(0, before - keep)]:
+            self._file(record).unlink(missing_ok=True)
+            self._num_dropped[chain] = record["draw"] + 1
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """What was run in this folder; refused with the reason if it holds no run that can be read."""
-    file = path / _MANIFEST
-    if not file.exists():
-        what = "does not exist" if not path.exists() else "holds no run of adammcmc (it has no run.json)"
-        if (path.parent / _MANIFEST).exists():
-            what += f"; the run is '{path.parent}'"
-        raise StoreMismatch(f"'{path}' {what}.")
+def set_aside(file: Path) -> Path:
+    """Rename what is damaged: nothing is deleted, and its name is free."""
+    number = next(n for n in range(1, 1_000_000) if not os.path.lexists(_aside(file, n)))
+    file.rename(_aside(file, number))
+    sync_folder(file.parent)
+    return _aside(file, number)
+
+
+def _aside(file: Path, number: int) -> Path:
+    return file.with_name(f"{file.name}.damaged{f'-{number}' if number > 1 else ''}")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What writers that were interrupted left."""
+    for file in folder.glob("*.tmp"):
+        if re.fullmatch(r"(run\.json|index\.jsonl|(checkpoint|draw-\d+)\.safetensors)\.tmp", file.name):
+            with suppress(OSError):  # a folder of that name is not ours
+                file.unlink()
+
+
+def _checked_folder(folder: Path) -> Path:
+    """Refuse a link in the place of a chain's folder: what is written there must stay in the run."""
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        raise StoreCorrupt(f"'{folder}' is a symbolic link or a file, and must be a folder.")
+    return folder
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Links, pipes and folders in the place of files, with the reason."""
     try:
-        manifest = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise StoreCorrupt(f"'{file}' is not JSON: {error}.") from error
-    if not isinstance(manifest, dict) or "format" not in manifest or "keep" not in manifest:
-        raise StoreMismatch(f"'{file}' is of some other program: it names no format.")
-    if manifest["format"] > FORMAT:
-        version = manifest.get("versions", {}).get("adammcmc", "?")
-        raise StoreMismatch(
-            f"'{path}' has format {manifest['format']} of a newer version of adammcmc ({version}); this one reads up to "
-            f"{FORMAT}. Update adammcmc."
-        )
-    return cast(dict[str, Any], manifest)
-
-
-def check_manifest(manifest: dict[str, Any], path: str | Path) -> None:
-    """Refuse a manifest that is JSON but has lost parts that every run has."""
-    for part, names in _PARTS.items():
-        if not isinstance(found := manifest.get(part) if part else manifest, dict):
-            raise StoreCorrupt(f"'{Path(path) / _MANIFEST}' is damaged: it has no '{part}'.")
-        for name in names:
-            if name not in found:
-                raise StoreCorrupt(f"'{Path(path) / _MANIFEST}' is damaged: it has no '{name}'{f' in {part}' if part else ''}.")
+        yield
+    except (NotPlain, IsADirectoryError) as error:
+        raise StoreCorrupt(f"{error.strerror or error}.") from error
 
 
 def check_space(path: Path, needed: int) -> None:
@@ -497,43 +698,6 @@ if hasattr(os, "register_at_fork"):
 
 def _nothing() -> None:
     pass
-
-
-def _gathered(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """The same bytes with small parts joined: one call of the system for many of them."""
-    small: list[bytes | memoryview] = []
-    for part in parts:
-        if len(part) < 1 << 16:
-            small.append(part)
-            continue
-        if small:
-            yield b"".join(small)
-            small = []
-        yield part
-    if small:
-        yield b"".join(small)
-
-
-def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:
-    """A system may take a part at a time, and says that the disk is full by taking none."""
-    rest = memoryview(content)
-    while len(rest) > 0:
-        taken = file.write(rest)
-        if not taken:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        rest = rest[taken:]
-
-
-def _draw_name(draw: int) -> str:
-    return f"draw-{draw:06d}.safetensors"
-
-
-def _crc(file: Path) -> int:
-    checksum = 0
-    with open(file, "rb") as content:
-        while part := content.read(1 << 22):
-            checksum = zlib.crc32(part, checksum)
-    return checksum
 
 
 def _on_host(tensors: Tensors, dtype: str | None) -> dict[str, Tensor]:

@@ -112,7 +112,7 @@ def test_a_state_that_cannot_be_written_is_told_and_the_trial_goes_on(
     trial = Trial.of(TINY, "adam")
     killed_after(2, trial, jets, path, monkeypatch)
 
-    def full(*args: Any) -> Any:
+    def full(*args: Any, **options: Any) -> Any:
         yield b"the first bytes"
         raise OSError(28, "No space left on device")
 
