@@ -29,6 +29,41 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "random numbers pass under fixed data",
+        "closure.py",
+        "exactly=self._layers.draws_numbers",
+        "exactly=False",
+        "tests/test_resolution.py",
+    ),
+    Mutant(
+        "a coarse U is called exact",
+        "sampler.py",
+        "layers + coarse + self._complaints()",
+        "layers + self._complaints()",
+        "tests/test_resolution.py",
+    ),
+    Mutant(
+        "a summed loss passes for the mean",
+        "closure.py",
+        'is_sum = _is_summed(node, "sum")',
+        "is_sum = False",
+        "tests/test_closure.py",
+    ),
+    Mutant(
+        "padding rows of embeddings are sampled",
+        "packing.py",
+        "    return {key: rows for key, rows in common.items() if rows}",
+        "    return {}",
+        "tests/test_packing.py",
+    ),
+    Mutant(
+        "a process group is not refused",
+        "processes.py",
+        "if (size := torch.distributed.get_world_size()) > 1:",
+        "if (size := torch.distributed.get_world_size()) > 2:",
+        "tests/test_processes.py",
+    ),
+    Mutant(
         "sign of the log ratio (test)",
         "acceptance/comparison.py",
         "return self.log_q_ratio() - self.potential.compare(self.here, self.there())",

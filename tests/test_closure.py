@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adammcmc import Gaussian, Prior, Target, TensorExamples, UniformBox
+from adammcmc import AdamMCMC, Gaussian, Prior, Target, TensorExamples, UniformBox
 from adammcmc.closure import ClosurePotential
 from adammcmc.packing import Packing
 from adammcmc.stateful import Layers
@@ -69,3 +71,68 @@ def test_losses_of_chosen_examples_are_those_at_the_asked_point() -> None:
     torch.testing.assert_close(chosen, expected[None].detach())
     assert not chosen.requires_grad
     assert target.num_examples == 20
+
+
+# --- a sum in the place of the mean ------------------------------------------------------------------------------------
+
+MODEL = nn.Linear(3, 4)
+INPUTS = torch.randn(6, 3, generator=torch.Generator().manual_seed(2))
+CLASSES = torch.arange(6) % 4
+TARGETS = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out: F.cross_entropy(out, CLASSES, reduction="sum"),
+        lambda out: nn.CrossEntropyLoss(reduction="sum")(out, CLASSES).double(),
+        lambda out: F.mse_loss(out, TARGETS, reduction="sum"),
+        lambda out: F.cross_entropy(out, CLASSES, reduction="none").sum(),
+    ],
+)
+def test_a_sum_of_known_losses_is_refused(loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    sampler = AdamMCMC(MODEL.parameters(), num_data=100, sigma=1e-3)
+    with pytest.raises(ValueError, match="multiplied by num_data = 100"):
+        sampler.step(lambda: loss(MODEL(INPUTS)))
+
+
+def test_another_sum_is_warned_of_at_the_callers_line() -> None:
+    sampler = AdamMCMC(MODEL.parameters(), num_data=100, sigma=1e-3)
+    with pytest.warns(UserWarning, match="ends in a sum over") as caught:
+        sampler.step(lambda: -MODEL(INPUTS).log_softmax(1)[:, 0].sum())
+    assert caught[0].filename == __file__
+    sampler.step(lambda: -MODEL(INPUTS).log_softmax(1)[:, 0].sum())  # once
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out: F.cross_entropy(out, CLASSES),
+        lambda out: F.mse_loss(out, TARGETS),
+        lambda out: F.cross_entropy(out, CLASSES, reduction="none"),
+        lambda out: F.cross_entropy(out, CLASSES, reduction="sum") / 6,
+        lambda out: F.cross_entropy(out[:1], CLASSES[:1], reduction="sum"),
+        lambda out: F.cross_entropy(out, CLASSES) + 1e-3 * out.square().sum(),
+    ],
+)
+def test_means_pass(loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    AdamMCMC(MODEL.parameters(), num_data=100, sigma=1e-3).step(lambda: loss(MODEL(INPUTS)))
+
+
+def test_the_sum_of_a_single_datum_is_its_loss() -> None:
+    """A density of the weights, written as a loss."""
+    AdamMCMC(MODEL.parameters(), num_data=1, sigma=1e-3).step(lambda: MODEL(INPUTS).square().sum())
+
+
+@pytest.mark.parametrize("rows", [2, 3, 6])
+def test_a_sum_shows_in_the_halves_of_a_batch(rows: int) -> None:
+    sampler = AdamMCMC(MODEL.parameters(), num_data=100, sigma=1e-3)
+    before = [p.detach().clone() for p in MODEL.parameters()]
+
+    def total(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return 0.5 * F.cross_entropy(MODEL(batch[0]), batch[1], reduction="sum")
+
+    with pytest.raises(ValueError, match="it looks like a sum"):
+        sampler.step(total, (INPUTS[:rows], CLASSES[:rows]))
+    assert all(torch.equal(a, b) for a, b in zip(before, MODEL.parameters(), strict=True))
+    sampler.step(lambda batch: total(batch) / len(batch[0]), (INPUTS[:rows], CLASSES[:rows]))

@@ -192,3 +192,13 @@ def test_trying_out_leaves_no_trace() -> None:
     Loss(F.cross_entropy).try_out(model, (X, Y))
     assert torch.equal(torch.rand(1), wanted)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5, 12])
+def test_a_sum_is_noticed_on_two_rows(rows: int) -> None:
+    batch = (X[:rows], Y[:rows])
+    with pytest.raises(ValueError, match="it looks like a sum"):
+        Loss(lambda outputs, targets: F.cross_entropy(outputs, targets) * len(targets)).try_out(MODEL, batch)
+    Loss(lambda outputs, targets: F.cross_entropy(outputs, targets)).try_out(MODEL, batch)
+    normed = nn.Sequential(nn.BatchNorm1d(X.shape[1]), MODEL)  # which refuses halves of one row
+    Loss(lambda outputs, targets: F.cross_entropy(outputs, targets)).try_out(normed, batch)

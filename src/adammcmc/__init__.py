@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from adammcmc.data import Examples, TensorExamples
     from adammcmc.data_density import DataDensity
     from adammcmc.errors import (
+        ManyProcesses,
         NonFiniteLoss,
         PerExampleLossRequired,
         StochasticClosure,
@@ -82,6 +83,7 @@ __all__ = [
     "Info",
     "Kernel",
     "Likelihood",
+    "ManyProcesses",
     "Measured",
     "Minibatch",
     "NonFiniteLoss",

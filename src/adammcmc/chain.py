@@ -14,8 +14,10 @@ from adammcmc.errors import NonFiniteLoss, StochasticClosure
 from adammcmc.kernel import ChainState, Info, Kernel
 from adammcmc.kernels.arguments import placed
 from adammcmc.leaves import Leaves, flatten, unflatten
+from adammcmc.processes import check_one_process
 from adammcmc.progress import track
 from adammcmc.randomness import Randomness
+from adammcmc.resolution import agree
 from adammcmc.target import Density
 from adammcmc.tuning import Adaptation, BurnIn, changed, check_common, check_tunable, target_rate
 
@@ -107,7 +109,7 @@ def _check_deterministic(potential: Density | DataDensity, state: ChainState) ->
     if state.here is None:  # other data at each step
         return
     again = potential.evaluate(flatten(state.params)[0], with_grad=False).losses
-    if not torch.allclose(again, state.here.losses, rtol=1e-4, atol=1e-6):
+    if not agree(again, state.here.losses, potential.scale):
         raise StochasticClosure(
             "`log_density` gave two different values at the same point: it must be a function of the parameters. Does it draw "
             "random numbers (dropout in training mode?) or take a new minibatch at each call?"
@@ -158,6 +160,7 @@ def warm_up(
 def _begin(
     log_density: Callable[[Any], Tensor] | DataDensity, initial: Any, kernel: Kernel, seed: int | Randomness
 ) -> tuple[Kernel, Density | DataDensity, ChainState, Randomness, Any]:
+    check_one_process()
     leaves, structure = flatten(initial)
     if not leaves:
         raise ValueError("`initial` holds no tensor.")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +13,13 @@ from adammcmc.control import Control, check_order
 from adammcmc.data import Examples
 from adammcmc.errors import StochasticClosure
 from adammcmc.leaves import Leaves, inner
-from adammcmc.packing import Packing
+from adammcmc.packing import Packing, RowsToHold
+from adammcmc.resolution import agree
 from adammcmc.stateful import Layers
 from adammcmc.target import Evaluation, Target, potential_difference
+from adammcmc.warning import warn
 
-__all__ = ["Closure", "ClosurePotential", "Reference", "expand"]
+__all__ = ["Closure", "ClosurePotential", "Reference", "check_mean", "expand"]
 
 _CHUNK = 1024  # examples whose gradient is taken at once
 
@@ -71,6 +74,7 @@ class ClosurePotential:
         packing: the model's trainable parameters and how they lie in leaves.
         layers: dropout, BatchNorm and other layers with state.
         must_check: whether to check, at the first evaluation, that fixed data are fixed.
+        is_first: whether to check that a loss is a mean, as far as its graph shows.
         reference: of a control variate.
         name: what the parameter of this index is called in messages.
     """
@@ -87,6 +91,7 @@ class ClosurePotential:
         layers: Layers,
         fixed: bool,
         must_check: bool = False,
+        is_first: bool = False,
         reference: Reference | None = None,
         name: Callable[[int], str],
     ) -> None:
@@ -95,6 +100,7 @@ class ClosurePotential:
         self.fixed = fixed
         self.is_bounded = target.prior is not None and target.prior.is_bounded
         self._must_check = must_check
+        self._must_be_mean = is_first and target.num_data > 1
         self._num_data = target.num_data
         self._returned: list[Tensor] = []
         self._prior = target.prior
@@ -107,6 +113,8 @@ class ClosurePotential:
         self._name = name
         self.control: Control | None = None if reference is None else _Expansion(self, reference)
         self._calls_backward: bool | None = None  # unknown before the first call
+        self.losses: Tensor | None = None
+        """Those of the first evaluation, (1,) or (1, batch)."""
         self.known: tuple[Leaves, Leaves] | None = None
         """The first point of this step with a gradient, and the gradient of V there."""
 
@@ -125,6 +133,8 @@ class ClosurePotential:
             return Evaluation(self._losses()[None], self.log_prior(params), None)
         first = self._calls_backward is None
         losses, grads = self._differentiate()
+        self._check_held()
+        self.losses = losses[None] if self.losses is None else self.losses
         if self.fixed and first and self._must_check:
             self._check_fixed(losses)
         grad = self._join(grads, params)
@@ -138,9 +148,18 @@ class ClosurePotential:
             return self._losses()[None], None
         first = self._calls_backward is None
         losses, grads = self._differentiate()
+        self._check_held()
+        self.losses = losses[None] if self.losses is None else self.losses
         if self.fixed and first and self._must_check:
             self._check_fixed(losses)
         return losses[None], grads
+
+    def _check_held(self) -> None:
+        """The modules are known once they were called, and with them the rows that must stay as they are."""
+        if self._layers.padding and not all(
+            self._layers.padding.get(id(p), frozenset()) <= set(self._packing.held.get(i, ())) for i, p in enumerate(self._live)
+        ):
+            raise RowsToHold
 
     def hold(self, params: Leaves) -> None:
         """These are the values that the live parameters have."""
@@ -154,18 +173,24 @@ class ClosurePotential:
                 f"{self._num_data}."
             )
         again = self._losses(same_numbers=False)
-        if again.shape != losses.shape or not torch.allclose(again, losses, rtol=1e-4, atol=1e-6, equal_nan=True):
+        # numbers that are drawn and change nothing (those of a DataLoader that is iterated, for example) do no harm
+        if not self._agree(again[None], losses[None], exactly=self._layers.draws_numbers):
             raise StochasticClosure(
                 "fixed_data=True says that the loss is the same function of the weights at every call, but two calls at one "
-                f"point gave mean losses {float(losses.mean()):.6g} and {float(again.mean()):.6g}. "
+                f"point gave mean losses {float(losses.mean()):.8g} and {float(again.mean()):.8g}, which are multiplied by "
+                f"{self.scale:.6g}. "
                 + (f"At fault: {at_fault}." if (at_fault := self._layers.at_fault()) else "Shuffled batches? Random numbers?")
                 + " Use model.eval(), return the loss of all data, or set fixed_data=False."
             )
 
+    def _agree(self, again: Tensor, losses: Tensor, *, exactly: bool = False) -> bool:
+        # reduced precision gives other numbers in another order (or compiled otherwise): `resolution` speaks of that
+        return agree(again, losses, self.scale, exactly=exactly, slack=1e-4 if self._layers.reduced else 0.0)
+
     def check_same(self, known: Evaluation) -> None:
         """Ask fixed data again, at the weights whose losses are known from the last step: do batches change between steps?"""
         again = self._losses(same_numbers=False)[None]
-        if again.shape != known.losses.shape or not torch.allclose(again, known.losses, rtol=1e-3, atol=1e-5, equal_nan=True):
+        if not self._agree(again, known.losses):
             raise StochasticClosure(
                 "fixed_data=True says that every step sees the same data, but this step's closure gives another loss at the "
                 f"weights of the last step: {float(again.mean()):.6g}, not {float(known.losses.mean()):.6g}. Minibatches? Pass "
@@ -174,7 +199,7 @@ class ClosurePotential:
 
     def _join(self, grads: Sequence[Tensor], params: Leaves) -> Leaves:
         """The gradient of V as leaves: the loss's part and the prior's."""
-        if self._prior is not None and (prior_grad := self._prior.grad(self._packing.views(params))) is not None:
+        if self._prior is not None and (prior_grad := self._prior.grad(self._packing.whole(params))) is not None:
             grads = [g.sub(q, alpha=1 / self.scale) for g, q in zip(grads, prior_grad, strict=True)]
         return self._packing.join(grads)
 
@@ -190,7 +215,7 @@ class ClosurePotential:
     def log_prior(self, params: Leaves) -> Tensor:
         if self._prior is None:
             return self._packing.zero
-        value = self._prior.log_density(self._packing.views(params))
+        value = self._prior.log_density(self._packing.whole(params))
         return value.detach().double().reshape(1)
 
     def log_prior_live(self) -> Tensor:
@@ -224,6 +249,7 @@ class ClosurePotential:
         if len(rows) > 0:  # not every model takes a batch of nothing
             with torch.enable_grad():
                 self._layers.example_losses(evaluate, rows)
+            self._check_held()
         return Evaluation(total.detach()[None], self.log_prior(params), self._join(grads, params))
 
     def slopes(self, params: Leaves, directions: Sequence[Sequence[Tensor]], indices: slice | Tensor) -> list[Tensor]:
@@ -275,7 +301,9 @@ class ClosurePotential:
         """Losses of all micro-batches, without gradient (a closure that calls backward gets its way, and `grad` its value)."""
         saved = [p.grad for p in self._live]
         try:
-            with torch.set_grad_enabled(bool(self._calls_backward)), self._layers.evaluation(same_numbers=same_numbers):
+            # before the first evaluation it is not known whether the closure calls backward, which needs a graph
+            has_graph = self._calls_backward is not False
+            with torch.set_grad_enabled(has_graph), self._layers.evaluation(same_numbers=same_numbers):
                 # copied at once: a closure may return a buffer that it writes to again
                 return _joined([self._called(closure).detach().clone() for closure in self._closures])
         finally:
@@ -307,6 +335,8 @@ class ClosurePotential:
         for closure in self._closures:
             with torch.enable_grad():
                 loss = self._called(closure)
+                if self._must_be_mean and loss.dim() == 0:
+                    check_mean(loss, self._num_data)
                 called = any(p.grad is not None for p in self._live)
                 if not called:
                     sums = self._add_grad(loss if loss.dim() == 0 else self._reduce(loss), sums)
@@ -373,13 +403,13 @@ class _Expansion:
 
     def _flat(self, leaves: Leaves) -> Tensor:
         """(P,), the parameters one after the other, float64."""
-        return torch.cat([x.reshape(-1).double() for x in self._potential._packing.views(leaves)])
+        return torch.cat([x.reshape(-1).double() for x in self._potential._packing.whole(leaves, 0.0)])
 
     def differences(self, params: Leaves, proposed: Leaves, indices: slice | Tensor) -> Tensor:
-        views = self._potential._packing.views
-        directions = [views(self._step(params, proposed))]
+        whole = self._potential._packing.whole
+        directions = [whole(self._step(params, proposed), 0.0)]
         if self._hessian is not None:
-            directions.append(views(self._middle(params, proposed)))
+            directions.append(whole(self._middle(params, proposed), 0.0))
         first, *second = (x.double() for x in self._potential.slopes(self.reference, directions, indices))
         return first + 0.5 * second[0] if second else first
 
@@ -402,6 +432,55 @@ def _checked(loss: Tensor | float) -> Tensor:
             "Compute the loss in float32, for example F.cross_entropy(model(x).float(), y)."
         )
     return loss
+
+
+_SAME_VALUE = frozenset(
+    f"{name}Backward{i}" for name in ("ToCopy", "Clone", "Alias", "View", "ReshapeAlias", "Squeeze", "Neg") for i in (0, 1)
+)
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def check_mean(loss: Tensor, num_data: int) -> None:
+    """Refuse a loss whose graph ends in the sum over a batch: it would be multiplied by n as if it were the mean.
+
+    Certain where one of torch's losses was summed (an error); a plain sum of other numbers may be a mean in disguise,
+    such as (losses / n).sum(), and is warned of. What else is divided or added at the end is not looked into.
+    """
+    node = _root(loss.grad_fn)
+    is_sum = _is_summed(node, "sum")
+    if not is_sum and node is not None and node.name() == "SumBackward0" and math.prod(node._saved_self_sym_sizes) > 1:
+        is_sum = _is_summed(_root(node.next_functions[0][0]), "none")
+        if not is_sum:
+            warn(
+                f"the closure's loss ends in a sum over {tuple(node._saved_self_sym_sizes)} numbers. It is taken as the MEAN "
+                f"loss of an example and multiplied by num_data = {num_data}. If it is the sum over the batch, return "
+                "losses.mean(), or the losses of the examples, shape (batch,); if it is a mean, write it as .mean() or "
+                ".sum() / n.",
+            )
+    if is_sum:
+        raise ValueError(
+            'the closure returned the sum of the losses of its batch (reduction="sum"). It would be taken as the mean loss and '
+            f'multiplied by num_data = {num_data}: the target would be far too cold. Take reduction="mean", or better '
+            'reduction="none": the losses of the examples, shape (batch,).'
+        )
+
+
+def _root(node: Any) -> Any:
+    """The last operation of a graph that is more than a change of sign, dtype or shape."""
+    while node is not None and node.name() in _SAME_VALUE:
+        node = node.next_functions[0][0]
+    return node
+
+
+def _is_summed(node: Any, how: str) -> bool:
+    """Whether this is one of torch's losses of two or more examples, with this reduction."""
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction is None or _REDUCTIONS[reduction] != how:
+        return False
+    try:
+        return len(node._saved_target) > 1 if node._saved_target.dim() > 0 else False
+    except (AttributeError, RuntimeError):  # this loss keeps none, or the closure has called backward
+        return True
 
 
 def _joined(losses: list[Tensor]) -> Tensor:

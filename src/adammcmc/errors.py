@@ -1,6 +1,7 @@
 """The named exceptions: raised where a caller would want to act on the kind of failure."""
 
 __all__ = [
+    "ManyProcesses",
     "NonFiniteLoss",
     "PerExampleLossRequired",
     "StochasticClosure",
@@ -28,6 +29,10 @@ class NonFiniteLoss(RuntimeError):
 
     def __str__(self) -> str:
         return f"{super().__str__()} {self.remedy}".strip()
+
+
+class ManyProcesses(RuntimeError):
+    """The sampler runs in one of several processes that share a model (torch.distributed, DDP, FSDP, DTensor)."""
 
 
 class PerExampleLossRequired(RuntimeError):

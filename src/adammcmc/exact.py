@@ -106,7 +106,7 @@ class _Preconditioned(_Exact):
 
     def _set_preconditioner(self, packing: Packing, diagonal: Leaves) -> None:
         leaves = tuple(a[None].to(leaf.dtype) for a, leaf in zip(diagonal, packing.current, strict=True))
-        for p, view in zip(packing.params, packing.views(leaves), strict=True):
+        for p, view in zip(packing.params, packing.whole(leaves, 1.0), strict=True):
             self.state[p]["preconditioner"] = view.clone()
         self._diagonal = None
 

@@ -171,10 +171,15 @@ class AdamMCMC(Sampler):
         exp_avg, exp_avg_sq = packing.new(), packing.new()
         views = packing.views(exp_avg)
         self._steps = torch.tensor([float(s.get("step", 0.0)) for s in states], device="cpu")
-        for s, m1, m2, step in zip(states, views, packing.views(exp_avg_sq), self._steps.unbind(), strict=True):
+        squares = packing.views(exp_avg_sq)
+        before = [
+            packing.sampled([s.get(key, x) for s, x in zip(states, new, strict=True)])
+            for key, new in (("exp_avg", views), ("exp_avg_sq", squares))
+        ]
+        for s, m1, m2, old1, old2, step in zip(states, views, squares, *before, self._steps.unbind(), strict=True):
             if s:
-                m1.copy_(s["exp_avg"])
-                m2.copy_(s["exp_avg_sq"])
+                m1.copy_(old1)
+                m2.copy_(old2)
             s.update(step=step, exp_avg=m1, exp_avg_sq=m2)
         memory = AdamMemory(exp_avg, exp_avg_sq, tuple(int(states[members[0]]["step"]) for members in packing.members))
         self._bound = packing, views, memory
@@ -214,7 +219,9 @@ class AdamMCMC(Sampler):
         if self._passes is None or not same(self._passes.key, key):
             one, cache, table = None, [], None
             fits = all(p.dtype == torch.float32 and p.is_contiguous() for p in packing.params)
-            if not fits:
+            if packing.held:
+                self._not_fused("padding rows of an embedding are held, which the pass over memory cannot leave out")
+            elif not fits:
                 self._not_fused("parameters must be float32 and contiguous")
             elif not is_cpu and (reason := why_no_triton(self.device)) is not None:
                 self._not_fused(reason)
@@ -270,7 +277,9 @@ class AdamMCMC(Sampler):
             # on the CPU values are compared; elsewhere only whether there was a step
             left = packing.pack(packing.params, packing.proposed) if self.device.type == "cpu" else packing.current
             self._left, self._fingerprint = left, self._now(packing)
-        return Outcome(info, lambda: self._theta_times_grad(one, packing, grads, table), None, loss_dtype=losses.dtype)
+        return Outcome(
+            info, lambda: self._theta_times_grad(one, packing, grads, table), None, potential, loss_dtype=losses.dtype
+        )
 
     def _tell(self, one: OnePass, packing: Packing) -> None:
         """The present settings, one for each parameter."""

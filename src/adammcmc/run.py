@@ -56,6 +56,7 @@ from adammcmc.memory import free_memory
 from adammcmc.moments import Moments
 from adammcmc.posterior import Posterior, bare, check_model, describe_tensors
 from adammcmc.predictive import Probe
+from adammcmc.processes import check_not_distributed
 from adammcmc.progress import Bar, show_bar
 from adammcmc.randomness import streams
 from adammcmc.sampler import Sampler
@@ -329,6 +330,7 @@ class _Run:
         if isinstance(self.burn_in, BurnIn) or (self.burn_in and finds_settings(factory)):
             fill["burn_in"] = self.burn_in
         sampler = build(factory, self.model, fill)
+        sampler.hold_padding(self.model)
         if sampler.target.num_data != self.data.num_data:
             raise ValueError(
                 f"the sampler has num_data={sampler.target.num_data}, the data hold {self.data.num_data}: leave it out."
@@ -898,6 +900,7 @@ def _check_arguments(
 ) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
+    check_not_distributed(model)
     if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
         raise ValueError("the model has lazy layers that have not met data yet: call it on one batch first.")
     if not any(p.requires_grad for p in model.parameters()):

@@ -12,7 +12,7 @@ import logging
 import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -29,7 +29,10 @@ from adammcmc.errors import NonFiniteLoss, PerExampleLossRequired
 from adammcmc.health import Health, Monitor
 from adammcmc.kernel import ChainState, Info, Kernel
 from adammcmc.leaves import Leaves, same
-from adammcmc.packing import Packing
+from adammcmc.likelihood import grows as loss_grows
+from adammcmc.packing import Packing, RowsToHold, padding_rows
+from adammcmc.processes import check_one_process, check_parameters
+from adammcmc.resolution import Resolution, measure
 from adammcmc.stateful import BatchNormPolicy, GraphNumbers, Layers
 from adammcmc.target import Prior, Target
 from adammcmc.tuning import Adaptation, BurnIn, check_tunable, target_rate
@@ -80,7 +83,7 @@ class Sampler(torch.optim.Optimizer, ABC):
     """What `AdamMCMC`, `MALA` and `OptimizerMCMC` share: one chain over the parameters of a model.
 
     A parameter with `requires_grad=False` is not sampled. One that the loss does not reach has gradient zero and is sampled:
-    its posterior is its prior.
+    its posterior is its prior. Padding rows of embeddings (`padding_idx`) stay as they are.
     """
 
     _target_acceptance: ClassVar[float]
@@ -108,6 +111,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         burn_in: BurnIn | int | None,
         generator: torch.Generator | None,
     ) -> None:
+        check_one_process()
         self.target = target
         self.acceptance: Test = Minibatch() if acceptance is None else acceptance
         _check_types(target, self.acceptance, examples, generator)
@@ -131,6 +135,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         self._adaptation: Adaptation | None = None
         self._monitor: Monitor | None = None
         self._checked_sigmas: tuple[float, ...] = ()
+        self._padding: dict[int, tuple[int, ...]] = {}
+        self._resolution: Resolution | None = None
         super().__init__(params, defaults)
         if examples is not None and len(examples) != target.num_data:
             raise ValueError(f"`num_data` is {target.num_data}, but `examples` holds {len(examples)}.")
@@ -213,6 +219,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             if not callable(closure):
                 raise TypeError(f"step(loss, batch) needs a function of the batch, got {type(closure).__name__}.")
             loss = cast(Callable[[Any], Tensor], closure)
+            self._check_mean(loss, batch)
             self._closures = [functools.partial(loss, batch)] if self.fixed_data else ()
             return self._captures.step(self, loss, batch)
         closures: Any = [closure] if callable(closure) else closure
@@ -225,6 +232,23 @@ class Sampler(torch.optim.Optimizer, ABC):
         self._closures = closures if self.fixed_data else ()
         return self._usual_step(closures)
 
+    def _check_mean(self, loss: Callable[[Any], Tensor], batch: Any) -> None:
+        """At the first step: a loss of a batch that is the sum of the losses of its halves is no mean."""
+        tensors = _tensors(batch)
+        if self.num_steps > 0 or self.target.num_data == 1 or len({len(x) if x.dim() > 0 else 0 for x in tensors}) != 1:
+            return  # (what is not one row an example cannot be halved)
+        grads = [p.grad for p in self._parameters()]
+        with torch.enable_grad():  # for who calls backward in it
+            is_sum = self._layers.look(lambda: loss_grows(loss, batch))
+        for p, grad in zip(self._parameters(), grads, strict=True):
+            p.grad = grad
+        if is_sum:
+            raise ValueError(
+                "the loss of a batch is the sum of the losses of its halves: it looks like a sum, and would be taken as the "
+                f"mean loss and multiplied by num_data = {self.target.num_data}. Return the mean, or the losses of the "
+                "examples, shape (batch,)."
+            )
+
     def _on_device(self) -> AbstractContextManager[Any]:
         """Triton and CUDA graphs go by the current device, which need not be that of the parameters."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
@@ -235,10 +259,28 @@ class Sampler(torch.optim.Optimizer, ABC):
 
     def _step(self, closures: Sequence[Closure]) -> Tensor:
         self._before_step()
-        outcome = self._transition(self._layout(), closures)
+        try:
+            outcome = self._transition(self._layout(), closures)
+        except RowsToHold:  # the closure's modules are known now
+            self._hold(self._layers.padding)
+            outcome = self._transition(self._layout(), closures)
         self._info = outcome.info
         self._after_step(outcome)
         return outcome.info.loss[0].to(outcome.loss_dtype)
+
+    def hold_padding(self, model: torch.nn.Module) -> None:
+        """Hold the padding rows (`padding_idx`) of the model's embeddings from now on.
+
+        `step` does so by itself at the first step, when it sees the modules that the closure calls.
+        """
+        self._hold(padding_rows(model.modules()))
+
+    def _hold(self, rows: Mapping[int, frozenset[int]]) -> None:
+        found = {i: tuple(sorted(rows[id(p)])) for i, p in enumerate(self._parameters()) if id(p) in rows}
+        if (held := self._padding | found) != self._padding:
+            self._padding = held
+            self._packing = self._here = self._carry = self._left = None
+            self._layout()
 
     def _before_step(self) -> None:
         """What is looked at on the host before every step."""
@@ -260,6 +302,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             layers=self._layers,
             fixed=self.fixed_data,
             must_check=self._here is None,
+            is_first=self.num_steps == 0,
             reference=self._reference,
             name=self._name,
         )
@@ -305,12 +348,51 @@ class Sampler(torch.optim.Optimizer, ABC):
 
     def _after_step(self, outcome: Outcome) -> None:
         if self.num_steps == 0:
+            self._measure_resolution(outcome.potential)
             _logger.info(self.describe())  # after the step, when the layers are known
         self.num_steps += 1
         if self.is_adapting:
             self._adapt(self._layout(), outcome)
+            if self._adaptation is not None and self._adaptation.is_done:
+                self._measure_resolution(outcome.potential)  # at weights that are worth it
         else:
             self._watch_health(lambda monitor: monitor.add(outcome.info, self.target.scale), outcome.products)
+
+    def _measure_resolution(self, potential: ClosurePotential | None) -> None:
+        """To how many nats U is known; nothing of the evaluations stays."""
+        if potential is None or potential.losses is None or not self.acceptance.needs_noise:
+            return
+        packing = self._layout()
+        current = packing.pack([p.detach() for p in packing.params], packing.new())
+        potential.hold(current)
+        self._layers.begin()
+        try:
+            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                found = measure(
+                    potential, current, potential.losses, reduced=self._layers.reduced, chunk_size=self._chunk_size()
+                )
+        finally:
+            potential.place(current)
+            self._layers.abort()
+            if self._fingerprint:
+                self._fingerprint = self._now(packing)
+        self._report(found)
+
+    def _chunk_size(self) -> int | None:
+        """Of a test on all examples."""
+        return self.acceptance.chunk_size if isinstance(self.acceptance, FullData) and self._examples is not None else None
+
+    def _report(self, found: Resolution) -> None:
+        if not math.isfinite(found.nats):  # the chain is about to freeze, or stands at the edge of its prior
+            return
+        if found.is_coarse and (self._resolution is None or not self._resolution.is_coarse):
+            warn(found.warning)
+        self._resolution = found
+
+    @property
+    def resolution(self) -> Resolution | None:
+        """To how many nats U is known; None before the first step, and where the test does not look at U."""
+        return self._resolution
 
     # --- the same as a CUDA graph -------------------------------------------------------------------------------
 
@@ -510,7 +592,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         return Adaptation(
             self.burn_in,
             target=target_rate(self.acceptance, self._target_acceptance),
-            num_params=sum(p.numel() for p in packing.params),
+            num_params=sum(packing.sizes),
             tunes_sigma_along=self._tunes_sigma_along,
             precision=precision,
             learns=self._learns_preconditioner,
@@ -533,7 +615,7 @@ class Sampler(torch.optim.Optimizer, ABC):
 
     def _new_monitor(self, packing: Packing) -> Monitor:
         names = [self._name(i) for i in range(len(packing.params))]
-        return Monitor(self.device, names, [p.numel() for p in packing.params])
+        return Monitor(self.device, names, packing.sizes)
 
     def _watch_health(self, add: Callable[[Monitor], None], products: Products | None) -> None:
         """Running sums; the temperature only at every tenth step, because it takes a pass over the weights."""
@@ -552,7 +634,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         params = self._trainable()
         return {
             "layers": [self._name(i) for i in range(len(params))],
-            "sizes": [p.numel() for p in params],
+            "sizes": self._layout().sizes,
             "context": self._health_context(),
         }
 
@@ -613,7 +695,11 @@ class Sampler(torch.optim.Optimizer, ABC):
         return heat_of(self.acceptance, self.info.log_ratio_noise)
 
     def check(self) -> None:
-        """Raise `NonFiniteLoss` if the chain froze. `step` calls it; on an accelerator it may notice a few steps late."""
+        """Raise `NonFiniteLoss` if the chain froze, `ManyProcesses` if the process shares its model with others.
+
+        `step` calls it; on an accelerator it may notice a frozen chain a few steps late.
+        """
+        check_one_process()
         if (step := int(self._frozen_at_host)) >= 0:
             raise NonFiniteLoss(
                 f"the loss, its gradient or the log prior was NaN or infinite at the current weights, at step {step}. The "
@@ -642,7 +728,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         """Why the chain is not exact, in a few words each; empty if it is."""
         kernel = self._kernel(self._layout())
         layers = self._layers.approximations(fixed_data=self.fixed_data, num_micro_batches=len(self._closures))
-        return kernel.approximation(fixed_data=self.fixed_data) + layers + self._complaints()
+        coarse = [self.resolution.approximation] if self.resolution is not None and self.resolution.is_coarse else []
+        return kernel.approximation(fixed_data=self.fixed_data) + layers + coarse + self._complaints()
 
     def _complaints(self) -> list[str]:
         """What the test says against the steps so far. Waits for the device."""
@@ -659,9 +746,10 @@ class Sampler(torch.optim.Optimizer, ABC):
         """The realised target in one line: density, temperature, data, prior, kernel, test, exact or approximate."""
         packing = self._layout()
         reasons = self.approximations()
-        layers = "".join(f" | {words}" for words in self._layers.describe(fixed_data=self.fixed_data))
+        held = [f"padding rows held: {', '.join(self._name(i) for i in packing.held)}"] if packing.held else []
+        layers = "".join(f" | {words}" for words in [*self._layers.describe(fixed_data=self.fixed_data), *held])
         return (
-            f"{self.target}, P = {sum(p.numel() for p in packing.params)} | {self._kernel_name(packing)}, {self.acceptance}"
+            f"{self.target}, P = {sum(packing.sizes)} | {self._kernel_name(packing)}, {self.acceptance}"
             f"{' (all data)' if self.fixed_data else ''}{layers} | "
             + (f"approximate: {'; '.join(reasons)}" if reasons else "exact")
         )
@@ -683,6 +771,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         tensors = [x[1] if isinstance(x, tuple) else x for x in listed] + self._parameters()
         if len(set(map(id, tensors))) < len(tensors):
             raise ValueError("a parameter is listed twice: it would be two coordinates of the chain.")
+        check_parameters(tensors)
         super().add_param_group({**param_group, "params": listed})
         self._here = self._carry = self._left = self._packing = None
         group = self.param_groups[-1]
@@ -711,6 +800,8 @@ class Sampler(torch.optim.Optimizer, ABC):
             "adaptation": None if self._adaptation is None else copy.deepcopy(self._adaptation.state_dict()),
             "health": None if self._monitor is None else self._monitor.state_dict(),
             "reference": None if self._reference is None else copy.deepcopy(tuple(self._reference)),
+            "resolution": None if self.resolution is None else list(self.resolution),
+            "held_rows": {i: list(rows) for i, rows in self._padding.items()},
             "count": self._carry.clone() if hasattr(self.acceptance, "complaint") and self._carry is not None else None,
         }
         return {**super().state_dict(), _OWN_KEY: own}
@@ -727,6 +818,8 @@ class Sampler(torch.optim.Optimizer, ABC):
             raise ValueError("the state was saved on another kind of device: its random numbers cannot go on here.")
         if own["target"] != str(self.target):
             warn(f"the state is of another target: {own['target']}; this sampler's is {self.target}.")
+        self._resolution = Resolution(*own["resolution"]) if own.get("resolution") else None
+        self._padding = {int(i): tuple(rows) for i, rows in own.get("held_rows", {}).items()}
         self._load_torch(state_dict)
         self._keep_dtypes(state_dict)
         self.generator.set_state(own["generator"].cpu())
@@ -827,7 +920,9 @@ class Sampler(torch.optim.Optimizer, ABC):
             old = self._packing
             moved_only = old is not None and same(old.params, params)
             owners = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-            self._packing = Packing(params, [self._label(p, owners[p]) for p in params])
+            by_identity = {id(p): self._padding[i] for i, p in enumerate(self._parameters()) if i in self._padding}
+            held = {i: by_identity[id(p)] for i, p in enumerate(params) if id(p) in by_identity}
+            self._packing = Packing(params, [self._label(p, owners[p]) for p in params], held)
             self._groups = [owners[params[members[0]]] for members in self._packing.members]
             self._here = self._carry = self._left = None
             self._checked_sigmas = ()
@@ -852,7 +947,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         if self.device.type != "cpu":
             return True
         # writes to p.data leave no trace but the values, at which looking is free on the CPU
-        return all(torch.equal(p.detach(), left) for p, left in zip(packing.params, packing.views(self._left), strict=True))
+        now = packing.sampled([p.detach() for p in packing.params])
+        return all(torch.equal(p, left) for p, left in zip(now, packing.views(self._left), strict=True))
 
     def _options(self, key: str) -> list[Any]:
         """A hyper-parameter of each leaf."""

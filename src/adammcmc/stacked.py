@@ -39,7 +39,9 @@ from adammcmc.kernels.exact_adam import NoisyMoments
 from adammcmc.kernels.hamiltonian import Momentum
 from adammcmc.leaves import Leaves, Setting, blocks, by_chain, same, spread_settings
 from adammcmc.packing import Packing
+from adammcmc.processes import check_one_process
 from adammcmc.randomness import Counters, Randomness, Streams
+from adammcmc.resolution import Resolution, measure
 from adammcmc.sampler import Sampler
 from adammcmc.stateful import GraphNumbers
 from adammcmc.target import Evaluation, Gaussian, Prior, Target, potential_difference
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["CannotStack", "Setup", "StackedChain", "StackedPotential", "StackedSampler", "setup_of"]
 
 _logger = logging.getLogger("adammcmc")
-_ON_DEVICE = ("params", "buffers", "memory", "preconditioner", "adaptation")  # of a saved state
+_ON_DEVICE = ("params", "held", "buffers", "memory", "preconditioner", "adaptation")  # of a saved state
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """model, batch -> the losses of the examples, (batch,), or their mean, ()."""
@@ -68,16 +70,27 @@ class Layout:
     """Named tensors of many chains in leaves (chains, ...): those that share a leaf lie end to end in it.
 
     Args:
-        shapes: of the tensors of one chain, by name.
+        shapes: of what is sampled of the tensors of one chain, by name.
         members: for each leaf the indices of its tensors.
+        free: the rows that are sampled, of tensors that have others.
     """
 
-    def __init__(self, shapes: dict[str, torch.Size], members: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, shapes: dict[str, torch.Size], members: Sequence[Sequence[int]], free: dict[str, Tensor] | None = None
+    ) -> None:
         self.shapes = shapes
         self._members = members
+        self._free = free or {}
+        self.held: dict[str, Tensor] = {}
+        """Whole tensors (chains, ...) by name, for their rows that are not sampled."""
+
+    def whole(self, leaves: Leaves) -> dict[str, Tensor]:
+        """As `views`, in the shapes of the tensors themselves: where rows are held, a copy with their values."""
+        parts = self.views(leaves)
+        return parts | {name: self.held[name].index_copy(1, rows, parts[name]) for name, rows in self._free.items()}
 
     def views(self, leaves: Leaves) -> dict[str, Tensor]:
-        """The part of the leaves that belongs to each tensor, (chains, ...), without a copy."""
+        """The part of the leaves that belongs to each tensor, (chains, ...), without a copy; of held rows none."""
         shapes = list(self.shapes.values())
         parts: dict[int, Tensor] = {}
         for leaf, members in zip(leaves, self._members, strict=True):
@@ -87,8 +100,9 @@ class Layout:
         return {name: parts[i] for i, name in enumerate(self.shapes)}
 
     def join(self, tensors: dict[str, Tensor]) -> Leaves:
-        """Tensors (chains, ...) as leaves."""
-        rows = [x.reshape(x.shape[0], -1) for x in tensors.values()]
+        """Whole tensors (chains, ...) as leaves."""
+        sampled = [x[:, self._free[name]] if name in self._free else x for name, x in tensors.items()]
+        rows = [x.reshape(x.shape[0], -1) for x in sampled]
         return tuple(torch.cat([rows[i] for i in members], 1) for members in self._members)
 
 
@@ -156,7 +170,9 @@ class _Network:
         self._frozen = {f"model.{name}": x for name, x in frozen.items()}
         """Weights that are not sampled, (chains, ...), where chains differ in them."""
         names = {id(p): f"model.{name}" for name, p in model.named_parameters()}
-        self.params = Layout({names[id(p)]: p.shape for p in packing.params}, packing.members)
+        owned = [names[id(p)] for p in packing.params]
+        shapes = dict(zip(owned, packing.shapes, strict=True))
+        self.params = Layout(shapes, packing.members, {owned[i]: rows for i, rows in packing.free.items()})
         self.buffers = Buffers({f"model.{name}": b for name, b in model.named_buffers()}, num_chains)
 
     def call(
@@ -173,7 +189,7 @@ class _Network:
             return answer, {name: tensors[name] for name in own}  # what a forward put in the place of a buffer is here
 
         in_dims = (0, 0, 0, 0 if is_own else None)
-        answer, after = vmap(one, in_dims, randomness="different")(self.params.views(params), views, self._frozen, batch)
+        answer, after = vmap(one, in_dims, randomness="different")(self.params.whole(params), views, self._frozen, batch)
         for name, view in views.items():
             if after[name].data_ptr() != view.data_ptr():
                 view.copy_(after[name].detach())
@@ -181,7 +197,7 @@ class _Network:
 
     def draw(self, params: Leaves, buffers: Leaves) -> dict[str, Tensor]:
         """All that `model.state_dict()` holds, (chains, ...), by its names."""
-        known = {**self.params.views(params), **self.buffers.views(buffers), **self._frozen}
+        known = {**self.params.whole(params), **self.buffers.views(buffers), **self._frozen}
         own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         by_tensor = {id(x): known.get(f"model.{name}") for name, x in own.items()}  # tied tensors have several names
         chains = params[0].shape[0]
@@ -195,7 +211,7 @@ class _Network:
     @torch.no_grad()
     def place(self, params: Leaves, buffers: Leaves, chain: int) -> None:
         """Write one chain's tensors into the model."""
-        values = {**self.params.views(params), **self.buffers.views(buffers), **self._frozen}
+        values = {**self.params.whole(params), **self.buffers.views(buffers), **self._frozen}
         for name, x in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if (stacked := values.get(f"model.{name}")) is None:
                 continue
@@ -218,7 +234,7 @@ class _Prior:
         self._has_grad = False
         if prior is None:
             return
-        views = layout.views(like)
+        views = layout.whole(like)
         first = [x[0] for x in views.values()]
         if type(prior) is Gaussian:  # a subclass may be anything
             full = {
@@ -235,7 +251,7 @@ class _Prior:
         if self._precisions is not None:
             return -0.5 * torch.stack([_weighted(x, q) for x, q in zip(params, self._precisions, strict=True)]).sum(0)
         prior = self._prior
-        values: Tensor = vmap(lambda views: prior.log_density(list(views.values())))(self._layout.views(params))
+        values: Tensor = vmap(lambda views: prior.log_density(list(views.values())))(self._layout.whole(params))
         return values.detach().double()
 
     def grad(self, params: Leaves) -> Leaves | None:
@@ -247,12 +263,12 @@ class _Prior:
             return tuple(x * -q.to(x.dtype).reshape(x.shape[1:]) for x, q in pairs)
         prior = self._prior
         if type(prior).grad is not Prior.grad:
-            views = self._layout.views(params)
+            views = self._layout.whole(params)
             grads = vmap(lambda views: tuple(prior.grad(list(views.values())) or ()))(views)
             return self._layout.join(dict(zip(views, grads, strict=True)))
         with torch.enable_grad():
             leaves = tuple(x.detach().requires_grad_() for x in params)
-            values = vmap(lambda views: prior.log_density(list(views.values())))(self._layout.views(leaves))
+            values = vmap(lambda views: prior.log_density(list(views.values())))(self._layout.whole(leaves))
             return torch.autograd.grad(values.sum(), leaves, materialize_grads=True)
 
 
@@ -285,6 +301,8 @@ class StackedPotential:
         """The buffers as the last evaluation left them, had it been taken; None before the first."""
         self.known: tuple[Leaves, Leaves] | None = None
         """The first point of this step with a gradient, and the gradient of V there."""
+        self.losses: Tensor | None = None
+        """Those of the first evaluation."""
 
     @property
     def num_examples(self) -> int | None:
@@ -299,6 +317,7 @@ class StackedPotential:
             with stack.layers.modes(), stack.layers.same_numbers(self._numbers):
                 losses, self.moved = stack.network.call(stack.loss, leaves, stack.buffers, self._batch)
             _check(losses)
+            self.losses = losses.detach() if self.losses is None else self.losses
             if not with_grad:
                 return Evaluation(losses, log_prior, None)
             # chains do not meet in the sum, so that its gradient is that of each chain's own mean
@@ -378,7 +397,7 @@ class Setup(NamedTuple):
     params: Leaves
     """Of one chain, (1, ...)."""
     tensors: dict[str, Tensor]
-    """Buffers, and weights that are not sampled, by name."""
+    """Buffers, and weights that are not sampled (or not all of them), by name."""
 
 
 def setup_of(sampler: Sampler, model: nn.Module, like: Setup | None = None) -> Setup:
@@ -397,7 +416,7 @@ def setup_of(sampler: Sampler, model: nn.Module, like: Setup | None = None) -> S
     memory = sampler._gather(packing)
     if memory is not None:
         memory = _pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), memory)
-    trained = {id(p) for p in packing.params}
+    trained = {id(p) for i, p in enumerate(packing.params) if i not in packing.held}
     rest = [(name, x) for name, x in [*model.named_parameters(), *model.named_buffers()] if id(x) not in trained]
     params = packing.pack([p.detach() for p in packing.params], packing.new())
     known = {} if like is None else like.tensors
@@ -492,8 +511,16 @@ class StackedSampler:
         self.params: Leaves = tuple(torch.cat(rows) for rows in zip(*(setup.params for setup in setups), strict=True))
         own = dict(model.named_buffers()).keys()
         each = {name: [setup.tensors[name] for setup in setups] for name in setups[0].tensors}
-        frozen = {name: torch.stack(xs) for name, xs in each.items() if name not in own and not all(x is xs[0] for x in xs)}
-        self.network = _Network(model, prototype._layout(), frozen, self.num_chains)
+        packing = prototype._layout()
+        trained = {id(p) for p in packing.params}
+        held = [name for name, p in model.named_parameters() if name in each and id(p) in trained]
+        frozen = {
+            name: torch.stack(xs)
+            for name, xs in each.items()
+            if name not in own and name not in held and not all(x is xs[0] for x in xs)
+        }
+        self.network = _Network(model, packing, frozen, self.num_chains)
+        self.network.params.held = {f"model.{name}": torch.stack(each[name]) for name in held}
         self.buffers = self.network.buffers.join({f"model.{name}": torch.stack(each[name]) for name in own})
         self.prior = _Prior(self.targets[0].prior, self.network.params, self.params)
         if isinstance(generator, Counters):  # there is Triton
@@ -607,16 +634,28 @@ class StackedSampler:
         self._sum_acceptance += info.acceptance_rate
         self._info = info
         if self.num_steps == 0:
+            self._measure_resolution(potential)
             _logger.info(f"{self.num_chains} chains at once: {self.describe()}")
         self.num_steps += 1
         if self.is_adapting:
             self._adapt(potential, state, info)
+            if self._adaptation is not None and self._adaptation.is_done:
+                self._measure_resolution(potential)
         else:
             known = potential.known
             if state.here is not None and state.here.grad is not None:
                 known = (state.params, state.here.grad)
             self._watch_health(lambda monitor: monitor.add(info, self.scale), known)
         return info.loss
+
+    def _measure_resolution(self, potential: StackedPotential) -> None:
+        """As `Sampler` does, of the worst chain."""
+        if potential.losses is None or not self.acceptance.needs_noise:
+            return
+        chunk_size, reduced = self.prototype._chunk_size(), self.layers.reduced
+        with _unchanged_numbers(self.device):
+            found = measure(potential, self.params, potential.losses, reduced=reduced, chunk_size=chunk_size)
+        self.prototype._report(found)
 
     def _transition(self, batch: Batch, step: Any) -> tuple[StackedPotential, ChainState, Info, Leaves]:
         """One step of the pure kernel: what was evaluated, the new state, what is reported, and the new buffers."""
@@ -746,7 +785,8 @@ class StackedSampler:
         return heat_of(self.acceptance, self.info.log_ratio_noise)
 
     def check(self) -> None:
-        """Raise `NonFiniteLoss` if a chain froze. On an accelerator it may notice a few steps late."""
+        """Raise `NonFiniteLoss` if a chain froze (on an accelerator maybe a few steps late), or `ManyProcesses`."""
+        check_one_process()
         if not bool((self._frozen_at_host >= 0).any()):
             return
         chains = (self._frozen_at_host >= 0).nonzero().flatten().tolist()
@@ -890,12 +930,14 @@ class StackedSampler:
             "sampler": type(self.prototype).__name__,
             "num_chains": self.num_chains,
             "params": list(self.params),
+            "held": self.network.params.held,
             "buffers": list(self.buffers),
             "memory": None if self.memory is None else _plain(self.memory),
             "settings": _settings_state(self.kernel),
             "preconditioner": _diagonal(self.kernel),
             "generator": self.generator.get_state(),
             "num_steps": self.num_steps,
+            "resolution": None if self.prototype.resolution is None else list(self.prototype.resolution),
             "sum_acceptance": self._sum_acceptance,
             "frozen_at": self._frozen_at,
             "adaptation": None if self._adaptation is None else copy.deepcopy(self._adaptation.state_dict()),
@@ -911,15 +953,17 @@ class StackedSampler:
             )
         if state["generator"].shape != self.generator.get_state().shape:
             raise ValueError("the state was saved on another kind of device: its random numbers cannot go on here.")
-        state = _pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
+        state = _pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), {"held": {}, **state})
         there = _pytree.tree_map_only(Tensor, lambda x: x.to(self.device), {key: state[key] for key in _ON_DEVICE})
         self.params, self.buffers = tuple(there["params"]), tuple(there["buffers"])
+        self.network.params.held |= there["held"]
         self.memory = None if there["memory"] is None else _remembered(self.kernel, there["memory"])
         self.kernel = _with_settings(self.kernel, state["settings"], self.device)
         if there["preconditioner"] is not None:
             self.kernel = self.kernel.with_preconditioner(tuple(there["preconditioner"]))
         self.generator.set_state(state["generator"].cpu())
         self.num_steps, self.here, self.carry, self._info = state["num_steps"], None, None, None
+        self.prototype._resolution = Resolution(*state["resolution"]) if state.get("resolution") else None
         self._sum_acceptance = state["sum_acceptance"].to(self.device)
         self._frozen_at = state["frozen_at"].to(self.device)
         self._frozen_at_host.copy_(self._frozen_at)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -27,16 +27,20 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from adammcmc.errors import PerExampleLossRequired, StochasticClosure
+from adammcmc.packing import padding_rows
+from adammcmc.processes import check_module
 
 __all__ = ["BatchNormPolicy", "ClosureReport", "GraphNumbers", "Layers", "Statistics", "check_closure"]
 
 BatchNormPolicy = Literal["batch", "frozen"]
 _T = TypeVar("_T")
 _STATISTICS = ("running_mean", "running_var")
+_LOW = (torch.bfloat16, torch.float16)
 _FEW = 1 << 20  # numbers in buffers that are cheap to keep a copy of
 
 
@@ -54,6 +58,8 @@ class _Seen:
     """Whether torch's random numbers were used."""
     draws_on_host: bool = False
     """Whether those of the CPU were."""
+    reduced: dict[str, None] = field(default_factory=dict)
+    """Kinds of arithmetic below float32."""
 
     def name(self, module: nn.Module) -> str:
         """As the outermost module calls it."""
@@ -102,6 +108,8 @@ def _watch(policy: BatchNormPolicy, device: torch.device) -> Iterator[_Seen]:
     def before(module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return  # a compiled model is seen from outside
+        if torch.is_autocast_enabled(device.type):  # (a module may switch it on inside)
+            seen.reduced[str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")] = None
         if torch._C._current_graph_task_id() == -1:  # not recomputed in a backward pass (checkpointing)
             seen.calls[module] = seen.calls.get(module, 0) + 1
         if module in seen.modules:
@@ -109,6 +117,8 @@ def _watch(policy: BatchNormPolicy, device: torch.device) -> Iterator[_Seen]:
         for part in module.modules():
             if part in seen.modules:
                 continue
+            check_module(part)
+            seen.reduced |= dict.fromkeys(_reduced(part, device))
             seen.modules[part] = part.training
             for key, value in part.named_buffers(recurse=False):
                 seen.buffers[part, key] = value.detach().clone()
@@ -129,6 +139,16 @@ def _watch(policy: BatchNormPolicy, device: torch.device) -> Iterator[_Seen]:
         seen.draws_numbers, seen.draws_on_host = any(moved), moved[0]
         for module in seen.frozen:
             module.training = True
+
+
+def _reduced(module: nn.Module, device: torch.device) -> list[str]:
+    """Kinds of arithmetic below float32 that this very module computes in, as far as it shows."""
+    low = [str(p.dtype).removeprefix("torch.") for p in module._parameters.values() if p is not None and p.dtype in _LOW]
+    if isinstance(module, _ConvNd) and device.type == "cuda" and torch.backends.cudnn.allow_tf32:
+        low.append("TF32")
+    if isinstance(module, nn.Linear) and torch.get_float32_matmul_precision() != "highest":
+        low.append("TF32" if device.type == "cuda" else "reduced float32")
+    return low
 
 
 def _kind(module: nn.Module) -> str:
@@ -262,6 +282,20 @@ class Layers:
         self._num_evaluations = 0
         self._is_captured = False
         self._graph_numbers: GraphNumbers | None = None
+        self._called: dict[nn.Module, None] = {}
+        self.padding: dict[int, frozenset[int]] = {}
+        """By the identity of a weight, its padding rows, as far as modules were seen (`packing.padding_rows`)."""
+
+    @property
+    def reduced(self) -> list[str]:
+        """Kinds of arithmetic below float32 in the loss, such as "bfloat16", as far as modules show them."""
+        return [] if self._seen is None else list(self._seen.reduced)
+
+    def _meet(self, modules: Iterable[nn.Module]) -> None:
+        """Modules that the loss calls."""
+        if fresh := dict.fromkeys(module for module in modules if module not in self._called):
+            self._called |= fresh
+            self.padding = padding_rows(self._called)
 
     @property
     def draws_on_host(self) -> bool:
@@ -380,6 +414,7 @@ class Layers:
         for module in seen.frozen:
             _check_has_statistics(module, seen)
         self._seen = seen
+        self._meet(seen.modules)
         if sum(b.numel() for b in seen.buffers.values()) <= _FEW:
             self._moving = list(seen.buffers)  # also what rests now and may move later
         else:
@@ -530,6 +565,7 @@ class Layers:
             losses = evaluate(indices)
             halves = self._halves(evaluate, indices, len(losses))
         seen.put_back()
+        self._meet(seen.modules)
         if layers := [seen.name(m) for m in seen.batch_norms()]:
             raise PerExampleLossRequired(
                 f"the loss of a single example does not exist: {', '.join(layers)} uses the statistics of its batch. Set "
