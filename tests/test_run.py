@@ -41,6 +41,7 @@ from adammcmc import (
     Underdamped,
     sample,
 )
+from adammcmc.records import manifest_text
 from tests import killing
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -846,10 +847,10 @@ def test_other_software_or_hardware_is_said_once_and_recorded(tmp_path: Path) ->
     manifest = json.loads(file.read_text())
     assert manifest["machine"]["threads"] == torch.get_num_threads()
     old = {key: value for key, value in manifest.items() if key not in ("machine", "prior")}
-    file.write_text(json.dumps(old))
+    file.write_bytes(manifest_text(old))
     run(tmp_path / "run", num_draws=2, resume=True)
     changed = {"machine": manifest["machine"] | {"threads": 99}, "versions": manifest["versions"] | {"torch": "1.0"}}
-    file.write_text(json.dumps(manifest | changed))
+    file.write_bytes(manifest_text(manifest | changed))
     here = rf"torch 1\.0 -> {torch.__version__.replace('+', '.')}, threads 99 -> {torch.get_num_threads()}"
     with pytest.warns(UserWarning, match=rf"other software or hardware \({here}\): .* valid, but not bit for bit") as caught:
         run(tmp_path / "run", num_draws=3, resume=True)

@@ -16,7 +16,7 @@ from adammcmc import (
     AlwaysAccept,
     Gaussian,
 )
-from tests.doors import DOORS, X, Y, adam_mcmc, closure, mala, network, same, seeded, weights
+from tests.doors import DOORS, X, Y, adam_mcmc, closure, mala, network, same, seeded, underdamped, weights
 
 # --- torch's contract -----------------------------------------------------------------------------------------------
 
@@ -265,6 +265,23 @@ def test_closures_that_call_backward_are_seen_and_their_gradient_stays(door: str
     plain_model = network()
     plain = DOORS[door](plain_model)
     plain.step(closure(plain_model))
+    assert same(weights(model), weights(plain_model))
+
+
+def test_on_fixed_data_a_closure_may_call_backward_too() -> None:
+    """Fixed data are evaluated again at the second step, before it is known that the closure needs a graph."""
+    model, plain_model = network(), network()
+    sampler, plain = underdamped(model, fixed_data=True), underdamped(plain_model, fixed_data=True)
+
+    def lbfgs_style() -> torch.Tensor:
+        sampler.zero_grad()
+        loss = closure(model)()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        sampler.step(lbfgs_style)
+        plain.step(closure(plain_model))
     assert same(weights(model), weights(plain_model))
 
 
