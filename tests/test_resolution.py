@@ -68,6 +68,14 @@ def test_a_float32_mean_with_too_few_digits_is_warned_of(name: str) -> None:
     assert "U is known to about 1.2 nats only" in other.describe()
 
 
+def test_on_batches_the_line_says_so_without_a_warning() -> None:
+    """The noise of a batch is larger by far."""
+    model = network()
+    sampler = underdamped(model, num_data=20_000)
+    sampler.step(shifted(model))
+    assert "U is known to about 1.2 nats only" in sampler.describe()
+
+
 @pytest.mark.parametrize("kind", ["none", "double"])
 def test_losses_of_the_examples_and_doubles_have_the_digits(kind: str) -> None:
     model = network()

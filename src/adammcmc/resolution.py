@@ -79,7 +79,8 @@ class Resolution(NamedTuple):
     def warning(self) -> str:
         """With what to do about it."""
         remedy = (
-            "Compute the loss in float32: without autocast, with weights in float32."
+            "Compute the loss in float32: without autocast, with weights in float32, and on a GPU with "
+            "torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False."
             if "arithmetic" in self.reason
             else 'Return the losses of the examples, shape (batch,) (reduction="none"): they are summed in float64.'
         )

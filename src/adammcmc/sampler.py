@@ -385,7 +385,9 @@ class Sampler(torch.optim.Optimizer, ABC):
     def _report(self, found: Resolution) -> None:
         if not math.isfinite(found.nats):  # the chain is about to freeze, or stands at the edge of its prior
             return
-        if found.is_coarse and (self._resolution is None or not self._resolution.is_coarse):
+        is_news = found.is_coarse and (self._resolution is None or not self._resolution.is_coarse)
+        # on batches their noise is larger by far, and the line of `describe` names both
+        if is_news and (self.fixed_data or isinstance(self.acceptance, FullData)):
             warn(found.warning)
         self._resolution = found
 
