@@ -178,6 +178,38 @@ def test_exact_tests_accept_at_the_metropolis_rate(name: str, lam: float) -> Non
     assert abs(accepted / n - rate) < 4.5 * math.sqrt(rate * (1 - rate) / n)
 
 
+def test_the_noise_of_a_batch_is_that_of_sampling_without_replacement() -> None:
+    """s^2 = (lambda n)^2 var / b (1 - b / n): of half of the data much less than with replacement, of all of them nothing."""
+    comparison, potential, _ = compare(0.0, 0.3, 0.0)
+    noise = comparison.batch_noise()
+    assert noise is not None
+    assert float(noise) == 0
+    generator = torch.Generator().manual_seed(0)
+    ratios, forecasts = [], []
+    for _ in range(3000):
+        rows = torch.randperm(37, generator=generator)[:20]
+        here, there = (
+            Evaluation(potential._losses(p, rows), potential.log_prior(p), None)
+            for p in (comparison.params, comparison.proposed)
+        )
+        part = dataclasses.replace(comparison, here=here, there=lambda there=there: there)
+        noise = part.batch_noise()
+        assert noise is not None
+        ratios.append(float(part.batch_log_ratio()))
+        forecasts.append(float(noise) ** 2)
+    measured, forecast = float(torch.tensor(ratios).std()), math.sqrt(sum(forecasts) / 3000)
+    assert abs(measured / forecast - 1) < 4.5 / math.sqrt(2 * 3000)
+
+
+@pytest.mark.parametrize("there", [0.001, 4.0], ids=["seen to the end", "stopped"])
+def test_early_rejection_has_no_noise(there: float) -> None:
+    """It decides as the whole data would: its Y, where it is known, is exact."""
+    comparison, _, _ = compare(0.0, there, 0.0)
+    verdict, _ = FullData(chunk_size=5, early_rejection=True)(comparison, None, torch.Generator().manual_seed(0))
+    assert verdict.log_ratio_noise is not None
+    assert float(verdict.log_ratio_noise) == 0
+
+
 def test_chunks_do_not_matter() -> None:
     comparison, _, exact = compare(0.3, -0.2, 0.0)
     for size in (1, 7, 36, 37, 1000):

@@ -379,7 +379,7 @@ def test_other_signals_have_their_exit_codes(home: Path, monkeypatch: pytest.Mon
         raise SystemExit(143)
 
     monkeypatch.setattr("adammcmc.recipe.sample", stop)
-    words = "stopped; runs/good keeps 6 draws. Go on with: adammcmc resume runs/good\n"
+    words = "stopped; runs/good keeps 6 draws. Go on with: adammcmc resume runs/good --trust-code\n"
     assert ask("resume", "runs/good") == Answer(143, "", words)
 
 

@@ -76,7 +76,7 @@ def test_one_bad_draw_does_not_block_the_others(how: str, runs: dict[str, tuple[
     assert [record["draw"] for record in posterior.index] == [0, 2, 3]
     assert posterior.predict(damage.X, progress=False).mean.shape == (24, 2)
     assert len(posterior.made) == 4
-    assert str(posterior).startswith("posterior: 3 draws of 1 chain\n")
+    assert str(posterior).startswith("posterior: 3 draws of 1 chain")
 
 
 def test_a_draw_that_is_found_damaged_is_named(runs: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:

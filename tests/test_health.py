@@ -26,7 +26,8 @@ from adammcmc import (
     Underdamped,
     UniformBox,
 )
-from adammcmc.health import Monitor, beta_eff
+from adammcmc.diagnostics import ess_bulk
+from adammcmc.health import Monitor, _effective_draws, beta_eff
 from tests.doors import X, Y, network, seeded
 
 
@@ -285,6 +286,74 @@ def test_full_data_has_no_noise() -> None:
     assert "too hot" not in kinds(health)
 
 
+def watched(levels: torch.Tensor) -> Monitor:
+    """A monitor of a chain whose U has these levels, and of which nothing else is known."""
+    monitor = Monitor(torch.device("cpu"), ["a"], [50])
+    zero, nan = torch.zeros(1, dtype=torch.float64), torch.full((1,), math.nan, dtype=torch.float64)
+    rate = torch.full((1,), 0.8, dtype=torch.float64)
+    accepted = torch.ones(1, dtype=torch.float64)
+    for level in levels:
+        monitor.add(Info(zero, nan, zero, nan, rate, accepted, accepted, zero, level[None], nan, zero), 1.0)
+    return monitor
+
+
+def autoregressive(num: int, memory: float, seed: int = 0) -> torch.Tensor:
+    """exp(-t / memory) is its correlation at lag t."""
+    x = torch.randn(num, generator=seeded(seed), dtype=torch.float64)
+    a = math.exp(-1 / memory)
+    for t in range(1, num):
+        x[t] = a * x[t - 1] + math.sqrt(1 - a * a) * x[t]
+    return x
+
+
+CONTEXT: dict[str, Any] = {"is_exact": True, "knows_potential": True, "has_proper_prior": True, "has_edge": False}
+
+
+@pytest.mark.parametrize("memory", [1, 10, 40, 200])
+def test_effective_draws_are_those_of_the_diagnostics(memory: float) -> None:
+    """Whether stretches of the trace are longer than the memory of the chain or shorter."""
+    x = 300 + 7 * autoregressive(10_000, memory)
+    length = 32  # of a stretch: 10,000 steps in at most 512
+    found = _effective_draws(x[: 312 * length].view(312, length).mean(1), length, float(x.var()))
+    assert found == pytest.approx(float(ess_bulk(x[None])), rel=0.25)
+
+
+def test_the_monitor_counts_as_the_diagnostics_do() -> None:
+    x = 50 + 5 * autoregressive(3000, 20)
+    health = watched(x).read(**CONTEXT)
+    assert health.is_healthy, health.verdict
+    assert health.effective_draws == pytest.approx(float(ess_bulk(x[None])), rel=0.25)
+
+
+@pytest.mark.parametrize(("size", "word"), [(-60.0, "falls"), (60.0, "rises")])
+def test_a_trend_is_named_with_its_size_and_worth_few_draws(size: float, word: str) -> None:
+    x = 50 + 5 * autoregressive(1500, 5) + torch.linspace(0, size, 1500)
+    health = watched(x).read(**CONTEXT)
+    assert kinds(health) == ["cannot tell"]
+    assert health.effective_draws < 3
+    third = abs(float(x[992:1488].mean() - x[:496].mean()))
+    assert f"U still {word}: by {third:.3g} (" in health.verdict
+    assert "of its standard deviations) from the first third to the last" in health.verdict
+
+
+def test_a_failed_burn_in_is_forgiven_when_u_has_settled() -> None:
+    level = 50 + 5 * autoregressive(1500, 5)
+    failed = {**CONTEXT, "burn_in": "burn-in ended too early"}
+    assert watched(level).read(**failed).is_healthy
+    assert kinds(watched(level[:100]).read(**failed)) == ["cannot tell", "burn-in"]
+    assert kinds(watched(level - torch.linspace(0, 60, 1500)).read(**failed)) == ["cannot tell", "burn-in"]
+    assert "burn-in" in kinds(watched(level).read(**{**failed, "knows_potential": False}))
+
+
+def test_sums_of_an_older_version_are_read() -> None:
+    monitor = watched(50 + 5 * autoregressive(1500, 5))
+    state = monitor.state_dict()
+    del state["trace"], state["start"]
+    older = Monitor(torch.device("cpu"), ["a"], [50])
+    older.load_state_dict(state)
+    assert older.read(**CONTEXT).is_healthy
+
+
 @pytest.mark.parametrize("num_steps", [1, 15, 16, 17, 1023, 1024, 1025, 3000])
 def test_sums_are_right_at_every_length(num_steps: int) -> None:
     p = free(4)
@@ -318,9 +387,8 @@ def test_chains_that_are_kept_apart_have_the_sums_that_they_would_have_alone() -
             together.add_products(products)
             for c, monitor in enumerate(alone):
                 monitor.add_products(products[c])
-    context = {"is_exact": True, "knows_potential": True, "has_proper_prior": True, "has_edge": False}
     assert together.totals_by_chain() == [pytest.approx(monitor.totals()) for monitor in alone]
     for part, monitor in zip(together.chains(), alone, strict=True):
-        assert part.read(**context).acceptance == pytest.approx(monitor.read(**context).acceptance)
-        assert part.read(**context).temperatures == pytest.approx(monitor.read(**context).temperatures)
+        assert part.read(**CONTEXT).acceptance == pytest.approx(monitor.read(**CONTEXT).acceptance)
+        assert part.read(**CONTEXT).temperatures == pytest.approx(monitor.read(**CONTEXT).temperatures)
         torch.testing.assert_close(part.state_dict(), monitor.state_dict())

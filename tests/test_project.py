@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "adammcmc"
 # a file imports only from files above it; `acceptance` is a package
 ORDER = [
     ["whole", "terminal", "memory"],
-    ["lazy", "interrupts", "warning", "options", "citation", "errors", "encoding", "moments", "philox"],
+    ["lazy", "interrupts", "warning", "options", "citation", "errors", "encoding", "moments", "philox", "diagnostics"],
     ["records"],
     ["randomness", "processes"],
     ["leaves", "keyed"],
@@ -39,7 +39,7 @@ ORDER = [
     ["stacked"],
     ["progress", "store", "uncertainty", "callbacks", "factory"],
     ["predictive", "archives", "checking"],
-    ["calibration", "diagnostics"],
+    ["calibration"],
     ["summary"],
     ["report"],
     ["posterior"],

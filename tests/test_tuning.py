@@ -14,16 +14,13 @@ from adammcmc import (
     AdamMCMC,
     AlwaysAccept,
     BurnIn,
-    FullData,
-    Gaussian,
-    TensorExamples,
-    Underdamped,
     calibrate_sigma,
     kernels,
     sample_density,
     suggest,
     warm_up,
 )
+from adammcmc.tuning import Adaptation
 from tests.doors import X, Y, adam_mcmc, closure, mala, network, seeded, underdamped
 
 
@@ -76,49 +73,70 @@ def test_the_preconditioner_learns_the_scales() -> None:
     torch.testing.assert_close(kernel.preconditioner[0], expected, rtol=0.25, atol=0)
 
 
+def steps_until_flat(levels: torch.Tensor, num_params: int, max_steps: int = 50_000) -> int:
+    """How long burn-in takes where U has these levels, and the acceptance is the target."""
+    adaptation = Adaptation(BurnIn(max_steps=max_steps), target=0.85, num_params=num_params)
+    nothing = torch.full((1,), math.nan)
+    for step, level in enumerate(levels, 1):
+        adaptation.observe(torch.tensor([0.85]), level[None], nothing, None, 1.0)
+        if adaptation.is_done:
+            assert adaptation.is_flat
+            return step
+    return len(levels) + 1
+
+
 def test_burn_in_waits_until_u_is_flat() -> None:
-    """From the mode of 400 dimensions U must climb by 200, which it does slowly with a short first window."""
-    p = nn.Parameter(torch.zeros(400))
-    sampler = Underdamped([p], num_data=1, prior=Gaussian(1.0), fixed_data=True, generator=seeded())
-    while sampler.is_adapting:
-        sampler.step(lambda: 0.0 * p.sum())
-    assert sampler.num_steps > 250
-    levels = []
-    for _ in range(300):
-        sampler.step(lambda: 0.0 * p.sum())
-        levels.append(float(sampler.info.potential))
-    assert abs(sum(levels) / len(levels) - 200) < 30  # standard deviation of U is 14
-    assert abs(float(sampler.health().acceptance) - 0.85) < 0.06
+    """U falls for 3,000 steps by forty standard deviations; with nothing to wait for it takes a few windows."""
+    noise = 10 * torch.randn(20_000, dtype=torch.float64, generator=seeded())
+    assert steps_until_flat(noise, 200) < 1500
+    slope = 400 * (1 - torch.arange(20_000) / 3000).clamp_min(0)
+    assert 3000 < steps_until_flat(noise + slope, 200) < 20_000
 
 
 def test_noise_of_the_batch_does_not_pass_for_a_flat_u() -> None:
-    """Minibatch gradients, full-data test: U is known on all data, and burn-in waits for that."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(1000, 60, generator=generator)
-    targets = inputs[:, 0] + torch.randn(1000, generator=generator)
-    w = nn.Parameter(torch.linalg.solve(inputs.T @ inputs + torch.eye(60), inputs.T @ targets))  # the optimum
+    """U, estimated on batches, has ten times its natural spread: a window must be long enough to see that below it."""
+    noise = torch.randn(20_000, dtype=torch.float64, generator=seeded())
+    natural = 10.0  # sqrt(P / 2)
+    assert steps_until_flat(natural * noise, 200) < 1500
+    assert steps_until_flat(10 * natural * noise, 200) > 3200  # resolution 2 s / sqrt(n / 2) below half of the natural spread
 
-    def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return 0.5 * (x @ w - y) ** 2
 
-    with torch.no_grad():
-        lowest = float(losses(inputs, targets).sum() + 0.5 * w.square().sum())
-    sampler = Underdamped(
-        [w],
-        num_data=1000,
-        prior=Gaussian(),
-        acceptance=FullData(),
-        examples=TensorExamples(losses, inputs, targets),
-        generator=seeded(),
-    )
-    rows = torch.Generator().manual_seed(1)
-    levels = []
-    while sampler.is_adapting or len(levels) < 500:
-        chosen = torch.randint(1000, (100,), generator=rows)
-        sampler.step(lambda: losses(inputs[chosen], targets[chosen]))  # noqa: B023
-        if not sampler.is_adapting:
-            levels.append(float(sampler.info.potential) - lowest)
-    assert 20 < sum(levels) / len(levels) < 40  # 30 at rest, with a standard deviation of 5.5
+@pytest.mark.parametrize("num_frozen", [0, 2, 12])
+def test_chains_that_stand_still_are_named(num_frozen: int) -> None:
+    """Frozen ones among many leave the pooled acceptance as it should be."""
+    adaptation = Adaptation(BurnIn(num_steps=60), target=0.85, num_params=10)
+    rates = torch.full((100,), 0.9)
+    rates[10 : 10 + num_frozen] = 1e-7
+    for _ in range(60):
+        adaptation.observe(rates, torch.zeros(100), torch.full((100,), math.nan), None, 1.0)
+    assert adaptation.frozen == list(range(10, 10 + num_frozen))
+    if num_frozen == 0:
+        adaptation.warn()  # of nothing: warnings are errors here
+        return
+    named = {2: "2 of 100 chains stand still at the end of burn-in: 10, 11. Their", 12: "18, 19 and 2 more. Their"}[num_frozen]
+    with pytest.warns(UserWarning, match=named):
+        adaptation.warn()
+    again = Adaptation(BurnIn(num_steps=60), target=0.85, num_params=10)
+    again.load_state_dict(adaptation.state_dict())
+    assert again.frozen == adaptation.frozen
+
+
+@pytest.mark.parametrize("through", ["warm_up", "sample_density"])
+def test_overdispersed_starts_that_freeze_are_named(through: str) -> None:
+    """A quartic well: from 300 every proposal overshoots and is rejected."""
+    initial = torch.cat([0.5 * torch.randn(19, 3, dtype=torch.float64, generator=seeded()), torch.full((1, 3), 300.0)])
+
+    def steep(x: torch.Tensor) -> torch.Tensor:
+        return -x.pow(4).sum(1)
+
+    run = {
+        "warm_up": lambda: warm_up(steep, initial, kernels.underdamped(0.05), tune=BurnIn(num_steps=150), progress=False),
+        "sample_density": lambda: sample_density(
+            steep, initial, kernels.underdamped(0.05), num_steps=152, burn_in=150, tune=BurnIn(), progress=False
+        ),
+    }[through]
+    with pytest.warns(UserWarning, match="1 of 20 chains stand still at the end of burn-in: 19"):
+        run()
 
 
 def test_warming_up_warns_when_it_did_not_arrive() -> None:

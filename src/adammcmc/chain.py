@@ -88,6 +88,8 @@ def sample_density(
             infos.append(info)
     result = unflatten(tuple(draws), structure), Info(*(torch.stack(field, 1) for field in zip(*infos, strict=True)))
     _check_not_frozen(state, result)
+    if adaptation is not None:
+        adaptation.warn_of_frozen()
     return result
 
 
@@ -153,7 +155,7 @@ def warm_up(
         if adaptation.is_done:
             break
     _check_not_frozen(state, (kernel, state.params))
-    adaptation.warn(state.step)
+    adaptation.warn()
     return kernel, state.params
 
 

@@ -27,7 +27,8 @@ _TAILS = (0.05, 0.95)
 def rhat(values: Tensor) -> Tensor:
     """Rank-normalised split R-hat of values (chains, draws, ...): 1 where chains agree, and their halves.
 
-    Above 1.01 they have not mixed. NaN for one chain, and where no value moves.
+    Above 1.01 they have not mixed. NaN for one chain, and where no value differs; infinite where each chain stands still at a
+    value of its own (ArviZ may have NaN there, which would let the disagreement pass).
 
     Example:
         >>> normal = torch.randn(4, 200, generator=torch.Generator().manual_seed(0))
@@ -40,8 +41,10 @@ def rhat(values: Tensor) -> Tensor:
         return _nothing(shape)
     halves = _halves(x)
     folded = (halves - _median(halves)).abs()
-    # (chains that never move have no spread about the median: that says nothing, not that they agree)
-    return _known(torch.fmax(_rhat(_normal_scores(halves)), _rhat(_normal_scores(folded))), x).reshape(shape)
+    # (half chains that stay at one distance of the median have no spread about it, which says nothing)
+    spread = _rhat(_normal_scores(folded))
+    spread = torch.where(spread.isinf(), torch.nan, spread)
+    return _known(torch.fmax(_rhat(_normal_scores(halves)), spread), x).reshape(shape)
 
 
 def ess_bulk(values: Tensor) -> Tensor:

@@ -8,9 +8,12 @@ Each self-test has conditions under which it is valid, and only valid ones speak
 - *Noise of the log ratio*: a plain minibatch test with noise s samples at about beta_eff(s) times the inverse temperature,
   beta_eff = 2 w / (1/2 + w), w = exp(s^2 / 2) Phi(-s).
 - The loss has a say: the standard deviation of lambda * (change of the loss) is not far below 1.
+- *Divergence*: a temperature above 10 (of an exact chain 100) that does not come down, or, for an approximate kernel, U above
+  its start by more than 5 P + 50; a chain that leaves an optimum climbs by P / 2. This needs no effective draws, and speaks
+  before everything else.
 
 Errors come from batch means: the run in up to 64 stretches of equal length. A number whose stretches are still correlated has
-not settled, and is not judged.
+not settled, and is not judged. Effective draws of U are those of `diagnostics.ess_bulk`, from the means of up to 512 stretches.
 """
 
 from __future__ import annotations
@@ -19,22 +22,55 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adammcmc.acceptance import beta_eff
+from adammcmc.diagnostics import ess_bulk
 from adammcmc.kernel import Info
 from adammcmc.leaves import Setting
 
-__all__ = ["PENDING", "Finding", "Health", "Monitor", "beta_eff", "read_health", "split_sums"]
+__all__ = [
+    "GRAVITY",
+    "PENDING",
+    "Finding",
+    "Grade",
+    "Health",
+    "Monitor",
+    "beta_eff",
+    "grade_of",
+    "read_health",
+    "split_sums",
+]
+
+Grade = Literal["sound", "undecided", "sick"]
+_SICK = (
+    *("not finite", "diverged", "no posterior", "stuck", "no influence", "too hot", "chains disagree"),
+    *("biased", "not at rest", "temperature"),
+)
+_UNDECIDED = (
+    "adapting",
+    "burn-in",
+    "not mixed",
+    "unknown noise",
+    "few draws",
+    "cannot tell",
+    "one chain",
+    "one start",
+    "untested",
+)
+GRAVITY = {kind: place for place, kind in enumerate((*_SICK, *_UNDECIDED))}
+"""The kinds of findings, the gravest first."""
 
 _BLOCK = 16  # steps that are summed at once
 PENDING = 4 * _BLOCK  # steps that wait before they are: many small operations for many steps cost what they cost for one
 _BATCHES = 64
+_STRETCHES = 512  # of the trace of U
 _ENOUGH_STEPS = 200
 _ENOUGH_DRAWS = 30  # effective ones, of U
+_FAR_TOO_HOT = 10.0  # configurational temperature; ten times that for an exact chain, which may be on its way
 _SERIES = (
     "accepted",
     "rate",
@@ -49,6 +85,7 @@ _SERIES = (
     "noise_known",
     "finite",
 )
+_POTENTIAL, _SQUARE = _SERIES.index("potential"), _SERIES.index("square")
 
 
 def read_health(state: dict[str, Any], sums: dict[str, Any] | None) -> Health:
@@ -72,9 +109,16 @@ class Finding(NamedTuple):
     """One thing that a self-test says."""
 
     kind: str
-    """A short name: "no posterior", "adapting", "stuck", "no influence", "too hot", "unknown noise", "not at rest", "biased",
-    "temperature", "untested", "cannot tell"."""
+    """A short name: "diverged", "no posterior", "adapting", "burn-in", "stuck", "no influence", "too hot", "unknown noise",
+    "not at rest", "biased", "temperature", "untested", "cannot tell"."""
     says: str
+
+
+def grade_of(findings: Sequence[Finding]) -> Grade:
+    """In a word: "sick" if something is wrong, "undecided" if something cannot be told, else "sound"."""
+    if any(finding.kind in _SICK for finding in findings):
+        return "sick"
+    return "undecided" if findings else "sound"
 
 
 class Mean(NamedTuple):
@@ -96,7 +140,7 @@ class Health:
     twice_rises: float
     """2 P(Y > 0), which equals `acceptance` in an exact chain at rest; NaN where Y is not known."""
     temperature: float
-    """Configurational temperature over all weights; NaN where it is not valid."""
+    """Configurational temperature over all weights; NaN where it is not valid, or not known yet."""
     temperatures: dict[str, float]
     """The same by layer."""
     loss_influence: float
@@ -106,7 +150,7 @@ class Health:
     beta_eff: float
     """What that noise does to the inverse temperature: 1 is nothing; NaN for a test that allows for noise."""
     effective_draws: float
-    """Of U; NaN where U was only estimated on batches."""
+    """Of U, as `diagnostics.ess_bulk` of its trace has them; NaN where U was only estimated on batches."""
     rejected_not_finite: float
     """Share of proposals where U was not finite (NaN, or outside of the prior)."""
     findings: tuple[Finding, ...]
@@ -117,12 +161,18 @@ class Health:
         return not self.findings
 
     @property
+    def grade(self) -> Grade:
+        """In a word: "sick" if something is wrong, "undecided" if something cannot be told, else "sound"."""
+        return grade_of(self.findings)
+
+    @property
     def verdict(self) -> str:
         """In words."""
         if self.is_healthy:
-            draws = f"about {self.effective_draws:.0f} effective draws of U in {self.num_steps} steps"
             if math.isnan(self.effective_draws):
-                draws = f"{self.num_steps} steps; U was only estimated, so that convergence was not judged"
+                known = f"acceptance {self.acceptance:.2f}, {self.num_steps} steps"
+                return f"no complaint in what can be judged: {known}; U was only estimated, so that convergence was not judged"
+            draws = f"about {self.effective_draws:.0f} effective draws of U in {self.num_steps} steps"
             return f"no complaint: acceptance {self.acceptance:.2f}, {draws}"
         return "; ".join(finding.says for finding in self.findings)
 
@@ -131,20 +181,20 @@ class Health:
 
 
 class _BatchSums:
-    """Sums of several series in at most 64 stretches of equal length, on the device; lengths are known to the host."""
+    """Sums of several series in stretches of equal length, on the device; lengths are known to the host."""
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        self.sums = torch.zeros(_BATCHES, *shape, dtype=torch.float64, device=device)
+    def __init__(self, shape: tuple[int, ...], device: torch.device, most: int = _BATCHES) -> None:
+        self.sums = torch.zeros(most, *shape, dtype=torch.float64, device=device)
         self.per_batch = 1
         """Blocks in one batch."""
         self.num_blocks = 0
 
     def add(self, block: Tensor) -> None:
         """The sums over one more block."""
-        if self.num_blocks == _BATCHES * self.per_batch:
+        if self.num_blocks == len(self.sums) * self.per_batch:
             half = self.sums[0::2] + self.sums[1::2]
             self.sums.zero_()
-            self.sums[: _BATCHES // 2] = half
+            self.sums[: len(half)] = half
             self.per_batch *= 2
         self.sums[self.num_blocks // self.per_batch] += block
         self.num_blocks += 1
@@ -213,6 +263,10 @@ class Monitor:
         self._chains = () if num_chains is None else (num_chains,)
         self._steps = _BatchSums((*self._chains, len(_SERIES)), device)
         self._products = _BatchSums((*self._chains, len(self.layers)), device)
+        self._trace = _BatchSums(self._chains, device, _STRETCHES)
+        """U alone, in finer stretches."""
+        self._start: Tensor | None = None
+        """Sums of U and U^2 over the first steps that were ever seen."""
         self._pending: list[_Row] = []
         self._pending_products: list[Tensor] = []
 
@@ -245,7 +299,11 @@ class Monitor:
             return
         rows = self._rows()
         for start in range(0, whole, _BLOCK):
-            self._steps.add(rows[start : start + _BLOCK].sum(0))
+            block = rows[start : start + _BLOCK].sum(0)
+            self._steps.add(block)
+            self._trace.add(block[..., _POTENTIAL])
+            if self._start is None:
+                self._start = block[..., [_POTENTIAL, _SQUARE]]
         self._pending = list(rows[whole:].unbind())
 
     def _rows(self) -> Tensor:
@@ -263,6 +321,13 @@ class Monitor:
                 infos = Info(*torch.stack([ring[row] for ring, row, _ in rows]).unbind(1))
             parts.append(_series(infos, _scales([row[-1] for row in rows], infos.loss), by_chain=bool(self._chains)))
         return torch.cat(parts)
+
+    def restarted(self) -> Monitor:
+        """Without the steps so far, but with the level at which the chain started."""
+        monitor = Monitor(self.device, self.layers, self.sizes, *self._chains)
+        self._settle()
+        monitor._start = self._start
+        return monitor
 
     def totals(self) -> dict[str, float]:
         """The sum of each series over all steps, and `num_steps`."""
@@ -287,8 +352,9 @@ class Monitor:
         for c in range(*self._chains):
             monitors.append(Monitor(self.device, self.layers, self.sizes))
             one = {key: None if state[key] is None else state[key][:, c] for key in ("pending", "pending_products")}
-            sums = {key: (state[key][0][:, c], *state[key][1:]) for key in ("steps", "products")}
-            monitors[-1].load_state_dict({"num_steps": self.num_steps, **sums, **one})
+            sums = {key: (state[key][0][:, c], *state[key][1:]) for key in ("steps", "products", "trace")}
+            start = None if state["start"] is None else state["start"][c]
+            monitors[-1].load_state_dict({"num_steps": self.num_steps, "start": start, **sums, **one})
         return monitors
 
     def state_dict(self) -> dict[str, Any]:
@@ -298,6 +364,8 @@ class Monitor:
             "num_steps": self.num_steps,
             "steps": (self._steps.sums.clone(), self._steps.per_batch, self._steps.num_blocks),
             "products": (self._products.sums.clone(), self._products.per_batch, self._products.num_blocks),
+            "trace": (self._trace.sums.clone(), self._trace.per_batch, self._trace.num_blocks),
+            "start": self._start,
             "pending": self._rows() if self._pending else None,
             "pending_products": torch.stack(self._pending_products) if self._pending_products else None,
         }
@@ -305,7 +373,17 @@ class Monitor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with these sums."""
         self.num_steps = state["num_steps"]
-        for sums, (values, per_batch, num_blocks) in ((self._steps, state["steps"]), (self._products, state["products"])):
+        saved = [(self._steps, state["steps"]), (self._products, state["products"])]
+        if "trace" in state:
+            saved.append((self._trace, state["trace"]))
+        else:  # of an older version: U in coarser stretches
+            values, *lengths = state["steps"]
+            coarse = torch.zeros_like(self._trace.sums)
+            coarse[: len(values)] = values[..., _POTENTIAL]
+            saved.append((self._trace, (coarse, *lengths)))
+        start = state.get("start")
+        self._start = None if start is None else start.to(self.device, copy=True)
+        for sums, (values, per_batch, num_blocks) in saved:
             sums.sums = values.to(self.device, copy=True)
             sums.per_batch, sums.num_blocks = per_batch, num_blocks
         self._pending = [] if state["pending"] is None else list(state["pending"].to(self.device).unbind())
@@ -325,6 +403,7 @@ class Monitor:
         left_out: Sequence[str] = (),
         is_plain: bool = True,
         complaints: Sequence[str] = (),
+        burn_in: str | None = None,
     ) -> Health:
         """The numbers and what they mean.
 
@@ -337,6 +416,7 @@ class Monitor:
             left_out: layers whose temperature is not defined.
             is_plain: whether the test is log uniform < Y; others do not accept with 2 P(Y > 0), and allow for the noise of Y.
             complaints: of the acceptance test itself.
+            burn_in: what burn-in did not reach.
         """
         self._settle()
         batches = self._steps.means()
@@ -347,9 +427,10 @@ class Monitor:
         is_known = mean["known"] == 1
         gap = _mean(column["rate"] - 2 * column["rise"])
         variance = max(0.0, mean["square"] - mean["potential"] ** 2)
-        potential = _mean(column["potential"])
-        draws = min(self.num_steps, variance / potential.error**2) if potential.error > 0 else 0.0
-        draws = draws if knows_potential else math.nan
+        trace = self._trace.means()
+        draws = _effective_draws(trace, self._trace.per_batch * _BLOCK, variance)
+        natural = math.sqrt(sum(self.sizes) / 2)
+        trend = _trend(trace, draws, math.sqrt(variance), None if knows_potential else natural)
         influence = math.nan
         if (looked := mean["change_known"]) > 0:
             influence = math.sqrt(max(0.0, mean["change_square"] / looked - (mean["change"] / looked) ** 2))
@@ -359,7 +440,9 @@ class Monitor:
         beta = float(beta_eff(torch.tensor(noise, dtype=torch.float64))) if is_plain else math.nan
         share = 1 - mean["finite"]
         kept = [i for i, name in enumerate(self.layers) if name not in left_out]
-        layers, total = self._temperatures(kept if has_proper_prior and not (has_edge and share > 0) else [])
+        if not has_proper_prior or (has_edge and share > 0):
+            kept = []
+        layers, total = self._temperatures(kept)
         findings = []
 
         def find(kind: str, says: str) -> None:
@@ -371,11 +454,23 @@ class Monitor:
             find("biased", f"not exact: {complaint}")
         if is_adapting:
             find("adapting", "the settings still adapt: these are not draws yet")
-        if self.num_steps < _ENOUGH_STEPS:
-            find("cannot tell", f"cannot tell yet: {self.num_steps} steps of at least {_ENOUGH_STEPS}")
-        elif mean["accepted"] < 0.01:
+        is_still = len(batches) >= 4 and mean["accepted"] == 0
+        is_stuck = mean["accepted"] < 0.01 and (self.num_steps >= _ENOUGH_STEPS or is_still)
+        heat = 1 / beta if beta > 0 else 1.0
+        diverged = self._divergence(column["potential"], kept, trend, heat, is_exact, knows_potential)
+        if diverged is not None and not (is_stuck and (is_exact or is_still)):  # (held by its test, wherever it stands)
+            remedy = "shorten the step, or take larger batches or FullData()"
+            if is_exact:
+                remedy = "start from trained weights, and check the prior and the scale of the loss"
+            elif mean["known"] == 0:
+                remedy = "the step is too long to go without a test: shorten it, or use a Metropolis test"
+            lost = f", {share:.0%} of the proposals are not finite" if share > 0.1 and not has_edge else ""
+            find("diverged", f"diverged: {diverged}{lost}; {remedy}")
+        elif is_stuck:
             why = "nearly all proposals fell outside of the prior" if share > 0.9 else "lower the noise (or the step)"
             find("stuck", f"stuck: {mean['accepted']:.1%} of the proposals were accepted; {why}")
+        elif self.num_steps < _ENOUGH_STEPS:
+            find("cannot tell", f"cannot tell yet: {self.num_steps} steps of at least {_ENOUGH_STEPS}")
         else:
             if influence < 0.05:  # False for NaN: a test that never looks at the loss
                 hint = "the steps may be far too short (acceptance is nearly 1), or check " if mean["rate"] > 0.97 else "check "
@@ -397,18 +492,34 @@ class Monitor:
                     '(reduction="none") to have it measured',
                 )
             self._judge_rest(find, column, gap, is_known and noise == 0 and is_plain, is_exact)
-            if knows_potential and not draws >= _ENOUGH_DRAWS:
-                find("cannot tell", f"cannot tell yet: about {draws:.0f} of at least {_ENOUGH_DRAWS} effective draws of U")
-            elif knows_potential and not potential.is_settled:
-                find("cannot tell", "cannot tell yet: U still drifts")
+            if not bool(column["potential"].isfinite().all()):
+                find("cannot tell", "cannot tell: U was not finite in a part of the run")
+            elif knows_potential and not draws >= _ENOUGH_DRAWS:
+                few = f"about {draws:.0f} of at least {_ENOUGH_DRAWS} effective draws of U"
+                find("cannot tell", f"cannot tell yet: {few}" + (f"; {trend.says}" if trend.is_real else ""))
+            elif trend.is_real:
+                find("cannot tell", f"cannot tell yet: {trend.says}")
+            elif is_exact and (hot := self._runaway_heat(kept, trend, is_exact, knows_potential)) > 3:
+                find(
+                    "cannot tell",
+                    f"cannot tell yet: the weights have not mixed, configurational temperature {hot:.3g} (1 at rest)",
+                )
+            elif not knows_potential and not (total.is_settled if kept else self.num_steps >= 5 * _ENOUGH_STEPS):
+                find("cannot tell", f"cannot tell yet: U was only estimated, and {self.num_steps} steps are few to judge by")
             else:
                 self._judge_temperature(find, kept, total, layers, is_exact)
             if not findings and not is_exact and not (is_known and noise == 0):
+                known = f"acceptance {mean['rate']:.2f}"
+                if math.isfinite(total.error):
+                    known += f", configurational temperature {total.value:.2f} +- {total.error:.2f}, 1 at rest"
                 find(
                     "untested",
-                    f"no complaint (acceptance {mean['rate']:.2f}), but the kernel is approximate and its bias cannot be "
-                    f"tested where the ratio is only estimated; configurational temperature {total.value:.2f} (1 at rest)",
+                    "untested: the kernel is approximate, and its bias cannot be tested where the ratio is only estimated "
+                    f"({known})",
                 )
+        is_at_rest = knows_potential and draws >= _ENOUGH_DRAWS and not trend.is_real and diverged is None
+        if burn_in is not None and not is_adapting and not is_at_rest:
+            find("burn-in", burn_in)
         return Health(
             num_steps=self.num_steps,
             acceptance=mean["rate"],
@@ -418,10 +529,56 @@ class Monitor:
             loss_influence=influence,
             noise=noise,
             beta_eff=beta,
-            effective_draws=draws,
+            effective_draws=draws if knows_potential else math.nan,
             rejected_not_finite=share,
             findings=tuple(findings),
         )
+
+    def _divergence(
+        self, potential: Tensor, kept: list[int], trend: _Trend, heat: float, is_exact: bool, knows_potential: bool
+    ) -> str | None:
+        """What says that the chain ran away, in words. It needs no effective draws, and no finite sums.
+
+        A chain that is still on its way from a bad start, down in U, has not diverged. `heat` is what the noise of the test
+        explains of a high temperature, and of a high U.
+        """
+        late = potential[-max(1, len(potential) // 4) :]
+        if len(potential) > 1 and not bool(late.isfinite().all()):
+            return "U is not finite"
+        found = []
+        hot = self._runaway_heat(kept, trend, is_exact, knows_potential)
+        if hot > _FAR_TOO_HOT * heat * (10 if is_exact else 1):
+            found.append(f"configurational temperature {hot:.3g} (1 at rest)")
+        size = sum(self.sizes)
+        if self._start is not None and size > 0 and not is_exact and len(potential) > 1:
+            level, square = (self._start.cpu() / _BLOCK).tolist()
+            noise = math.sqrt(max(0.0, square - level**2))
+            rise = float(late.mean()) - level
+            if rise > (5 * size + 50) * heat + 2 * noise:
+                found.append(f"U is {rise:.3g} above its start, where its {size:,} weights explain about {size / 2:.3g}")
+        return " and ".join(found) or None
+
+    def _runaway_heat(self, kept: list[int], trend: _Trend, is_exact: bool, knows_potential: bool) -> float:
+        """The temperature over the second half of the run where it is far above 1 all along and does not come down; else 0.
+
+        theta . grad U of a batch is noisy: it must be high at many points. An exact chain must be hot in every layer.
+        """
+        products = self._products.means()
+        if len(products) < 4 and self._pending_products:  # few steps: one by one
+            products = torch.cat([products, torch.stack(self._pending_products).cpu()])
+        half = len(products) // 2
+        if not kept or half < 1 or self._trace.num_blocks < 3:
+            return 0.0
+        sizes = torch.tensor([self.sizes[i] for i in kept], dtype=torch.float64)
+        parts = products[:, kept] / sizes if is_exact else products[:, kept].sum(1, keepdim=True) / sizes.sum()
+        coldest = parts.nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf).amin(1)
+        early, late = coldest[:half], coldest[half:]
+        if not bool(late.isfinite().any()):
+            return math.inf
+        is_cooling = trend.is_falling and (is_exact or bool(late.median() < 0.7 * early.median()))
+        if half < (2 if knows_potential else 8) or is_cooling or not bool(late.min() > 3):
+            return 0.0
+        return float(late.median())
 
     def _judge_rest(self, find: Any, column: dict[str, Tensor], gap: Mean, is_valid: bool, is_exact: bool) -> None:
         """acceptance = 2 P(Y > 0), in both halves of the run."""
@@ -472,12 +629,66 @@ class Monitor:
             find("temperature", f"layers at another temperature than the target: {words}")
 
     def _temperatures(self, kept: list[int]) -> tuple[dict[str, Mean], Mean]:
+        """Of each layer and of all; NaN while there are too few points for an error."""
         batches = self._products.means()
         nothing = Mean(math.nan, math.nan, False)
         if not kept or len(batches) == 0:
             return {}, nothing
+        if len(batches) < 2:
+            return {self.layers[i]: nothing for i in kept}, nothing
         layers = {self.layers[i]: _mean(batches[:, i] / self.sizes[i]) for i in kept}
         return layers, _mean(batches[:, kept].sum(1) / sum(self.sizes[i] for i in kept))
+
+
+def _effective_draws(trace: Tensor, length: int, variance: float) -> float:
+    """Of a series of this variance, from its means over stretches of this length: `diagnostics.ess_bulk` of the series.
+
+    The mean of the run has the variance (variance of the stretches) / ess(stretches). Where stretches are longer than the
+    memory of the chain they fluctuate less than the series, and each is worth several draws.
+    """
+    between = float(trace.var(correction=0)) if len(trace) >= 4 else 0.0
+    if not 0 < between < math.inf:
+        return 0.0
+    worth = min(max(1.0, variance / between), float(length))
+    return min(float(ess_bulk(trace[None])), len(trace)) * worth
+
+
+class _Trend(NamedTuple):
+    """How U changed from the first third of the run to the last."""
+
+    change: float
+    spread: float
+    is_real: bool
+    """Whether it is more than chance explains, and matters."""
+    is_estimated: bool
+
+    @property
+    def is_falling(self) -> bool:
+        """Whether it fell, which may be by chance in a short run."""
+        return self.change < (-1.5 * self.spread if not self.is_real else 0)
+
+    @property
+    def says(self) -> str:
+        word = "falls" if self.change < 0 else "rises"
+        size = f"{abs(self.change):.3g}"
+        if not self.is_estimated:
+            size += f" ({abs(self.change) / self.spread:.1f} of its standard deviations)"
+        return f"U still {word}: by {size} from the first third to the last"
+
+
+def _trend(trace: Tensor, draws: float, spread: float, natural: float | None) -> _Trend:
+    """By 4 standard errors and half a standard deviation of U; `natural` stands for that where U is only estimated.
+
+    With few effective draws a standard error means little: then by 1.5 standard deviations.
+    """
+    size = len(trace) // 3
+    if size < 1:
+        return _Trend(0.0, spread, False, natural is not None)
+    change = float(trace[-size:].mean() - trace[:size].mean())
+    bar = 4 * math.sqrt(6 / draws) if draws >= _ENOUGH_DRAWS else 1.5
+    matters = spread if natural is None else natural
+    is_real = size >= 4 and abs(change) > max(bar * spread, 0.5 * matters)
+    return _Trend(change, spread, is_real, natural is not None)
 
 
 def _mean(batches: Tensor) -> Mean:

@@ -376,18 +376,17 @@ class Sampler(torch.optim.Optimizer, ABC):
             self._layers.abort()
             if self._fingerprint:
                 self._fingerprint = self._now(packing)
-        self._report(found)
+        self._report(found, is_adapting=self.is_adapting)
 
     def _chunk_size(self) -> int | None:
         """Of a test on all examples."""
         return self.acceptance.chunk_size if isinstance(self.acceptance, FullData) and self._examples is not None else None
 
-    def _report(self, found: Resolution) -> None:
+    def _report(self, found: Resolution, *, is_adapting: bool) -> None:
         if not math.isfinite(found.nats):  # the chain is about to freeze, or stands at the edge of its prior
             return
-        is_news = found.is_coarse and (self._resolution is None or not self._resolution.is_coarse)
-        # on batches their noise is larger by far, and the line of `describe` names both
-        if is_news and (self.fixed_data or isinstance(self.acceptance, FullData)):
+        # a start may be anywhere, and U is measured again when burn-in ends; on batches their noise is larger by far
+        if found.is_coarse and not is_adapting and (self.fixed_data or isinstance(self.acceptance, FullData)):
             warn(found.warning)
         self._resolution = found
 
@@ -613,7 +612,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         if change.preconditioner is not None:
             self._set_preconditioner(packing, change.preconditioner)
         if self._adaptation.is_done:
-            self._adaptation.warn(self.num_steps)
+            self._adaptation.warn()
 
     def _new_monitor(self, packing: Packing) -> Monitor:
         names = [self._name(i) for i in range(len(packing.params))]
@@ -653,6 +652,7 @@ class Sampler(torch.optim.Optimizer, ABC):
             "is_adapting": self.is_adapting,
             "is_plain": getattr(self.acceptance, "is_plain", True),
             "complaints": self._complaints(),
+            "burn_in": None if self._adaptation is None else self._adaptation.complaint(),
             "left_out": [self._name(i) for i, p in enumerate(trainable) if id(p) in scaled_away],
         }
 
@@ -662,7 +662,7 @@ class Sampler(torch.optim.Optimizer, ABC):
 
     def reset_health(self) -> None:
         """Forget the steps so far: burn-in is over."""
-        self._monitor = None
+        self._monitor = None if self._monitor is None else self._monitor.restarted()
 
     def present_loss(self) -> Tensor:
         """The mean loss at the present weights as far as the last step knew it, without evaluating anything.

@@ -655,7 +655,7 @@ class StackedSampler:
         chunk_size, reduced = self.prototype._chunk_size(), self.layers.reduced
         with _unchanged_numbers(self.device):
             found = measure(potential, self.params, potential.losses, reduced=reduced, chunk_size=chunk_size)
-        self.prototype._report(found)
+        self.prototype._report(found, is_adapting=self.is_adapting)
 
     def _transition(self, batch: Batch, step: Any) -> tuple[StackedPotential, ChainState, Info, Leaves]:
         """One step of the pure kernel: what was evaluated, the new state, what is reported, and the new buffers."""
@@ -866,7 +866,7 @@ class StackedSampler:
         self.kernel = changed(self.kernel, change)
         if self._adaptation.is_done:
             self._check_resolution()
-            self._adaptation.warn(self.num_steps)
+            self._adaptation.warn()
 
     def _check_resolution(self) -> None:
         """Refuse settings that burn-in made so small that the weights' own numbers lose them (`Sampler._check_resolution`)."""
@@ -896,7 +896,7 @@ class StackedSampler:
 
     def reset_health(self) -> None:
         """Forget the steps so far: burn-in is over."""
-        self._monitor = None
+        self._monitor = None if self._monitor is None else self._monitor.restarted()
 
     def health_sums(self) -> list[dict[str, float]]:
         """Running sums behind `health`, of each chain. Waits for the device."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from adammcmc.data import derive_seed
 from adammcmc.diagnostics import ess_bulk, ess_tail, mcse_mean, rhat, rhat_by_chance
 from adammcmc.encoding import strict_json
-from adammcmc.health import Finding, Health
+from adammcmc.health import GRAVITY, Finding, Grade, Health, grade_of
 
 __all__ = ["Row", "Series", "Summary", "layers_of", "probe_layers", "summarize"]
 
@@ -30,12 +30,6 @@ _ENOUGH_DRAWS = 100.0  # effective: a mean is then known to a tenth of its sprea
 _LEAST_DRAWS = 4
 _FEW_EXAMPLES = 5.0
 _MOST_LAYERS = 12  # that are printed
-
-# the gravest first
-_BROKEN = ("not finite", "no posterior", "stuck", "no influence", "too hot", "chains disagree")
-_SICK = (*_BROKEN, "biased", "not at rest", "temperature")
-_UNDECIDED = ("adapting", "not mixed", "unknown noise", "few draws", "cannot tell", "one chain", "one start", "untested")
-_ORDER = {kind: place for place, kind in enumerate((*_SICK, *_UNDECIDED))}
 
 
 _ONE_START = (
@@ -124,11 +118,9 @@ class Summary:
         return max((row.rhat for row in self.rows if row.is_judged and not math.isnan(row.rhat)), default=math.nan)
 
     @property
-    def grade(self) -> Literal["sound", "undecided", "sick"]:
+    def grade(self) -> Grade:
         """In a word: "sick" if something is wrong, "undecided" if something cannot be told, else "sound"."""
-        if any(finding.kind in _SICK for finding in self.findings):
-            return "sick"
-        return "undecided" if self.findings else "sound"
+        return grade_of(self.findings)
 
     @property
     def is_healthy(self) -> bool:
@@ -241,7 +233,7 @@ def summarize(
         findings.append(Finding("one start", _ONE_START))
     # a stuck chain says so itself, and its draws need not say it again
     once = [f for i, f in enumerate(findings) if f.kind != "stuck" or all(g.kind != "stuck" for g in findings[:i])]
-    ordered = sorted(once, key=lambda finding: _ORDER.get(finding.kind, len(_ORDER)))
+    ordered = sorted(once, key=lambda finding: GRAVITY.get(finding.kind, len(GRAVITY)))
     own = tuple(health.values())
     return Summary(target, len(chains), num_draws, rows, own, tuple(ordered), seconds, num_gradients, tuple(notes))
 

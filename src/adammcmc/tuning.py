@@ -32,6 +32,8 @@ from adammcmc.warning import warn
 __all__ = ["Adaptation", "BurnIn", "Change", "changed", "check_common", "check_tunable", "momentum_spread", "target_rate"]
 
 _SMALLEST_NOISE = 1e-3  # of the step: below, noise has nothing left to tune
+_FROZEN = 0.01  # acceptance
+_NAMED = 10  # chains in a warning
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class Adaptation:
         """The mean acceptance over the last half window."""
         self.has_new_window = False
         """Whether the last step was the last of its window."""
+        self.frozen: list[int] = []
+        """Chains that did not move in the second half of the last window while others did."""
         self._precision = precision
         self._natural = math.sqrt(num_params / 2)
         self._learns = learns and settings.learn_preconditioner
@@ -130,6 +134,8 @@ class Adaptation:
         self._log_scale = 0.0
         self._potentials: list[float] = []
         self._acceptances: list[float] = []
+        self._by_chain: Tensor | None = None
+        """Sums of each chain's acceptance, over the second half of the window."""
         self._log_scales: list[float] = []
         self._levels: list[tuple[float, float]] = []  # mean and standard deviation of U in each window
         self._squares: list[Tensor] | None = None
@@ -140,12 +146,15 @@ class Adaptation:
         self, acceptance: Tensor, potential: Tensor, step_to_noise: Tensor, grad: Leaves | None, scale: Setting
     ) -> Change:
         """What to change after a step with these numbers (means over the chains); `grad` of V at the new point, U = scale V."""
-        rate = float(acceptance.nan_to_num(nan=0.0).mean())
+        acceptance = acceptance.double().nan_to_num(nan=0.0)
+        rate = float(acceptance.mean())
         level = float(potential.mean())
         self._step += 1
         self._in_window += 1
         self._potentials.append(level)
         self._acceptances.append(rate)
+        if self._in_window > self._length // 2:
+            self._by_chain = acceptance if self._by_chain is None else self._by_chain + acceptance
         ratio = float(step_to_noise.log().mean().exp())
         if math.isfinite(ratio) and ratio > 0:
             self._ratio = ratio if math.isnan(self._ratio) else math.exp(0.9 * math.log(self._ratio) + 0.1 * math.log(ratio))
@@ -191,6 +200,7 @@ class Adaptation:
         self.reached = sum(second_half) / len(second_half)
         if self._is_last:
             self.is_done = True
+            self.frozen = self._frozen()
             return None
         mean = statistics.fmean(self._potentials)
         self._levels.append((mean, statistics.pstdev(self._potentials)))
@@ -207,7 +217,16 @@ class Adaptation:
             self._length = max(1, left if self.settings.num_steps is not None else min(grown, max(left, self._length // 2)))
         self._in_window = 0
         self._potentials, self._acceptances, self._log_scales, self._squares = [], [], [], None
+        self._by_chain = None
         return diagonal
+
+    def _frozen(self) -> list[int]:
+        """Numbers of the chains whose acceptance is next to nothing where that of the others is not."""
+        if self._by_chain is None or len(self._by_chain) < 2:
+            return []
+        rates = (self._by_chain / (self._in_window - self._length // 2)).cpu()
+        is_frozen = rates < min(_FROZEN, 0.1 * float(rates.max()))
+        return [int(chain) for chain in is_frozen.nonzero().flatten()]
 
     def _is_level(self) -> bool:
         """Whether U was at one level in this window and the one before, within half of its own fluctuation.
@@ -251,23 +270,41 @@ class Adaptation:
         """Go on where the other one stood."""
         self.__dict__.update({**state, "settings": BurnIn(**state["settings"])})
 
-    def warn(self, num_steps: int) -> None:
-        """Say what burn-in did not reach."""
+    def complaint(self) -> str | None:
+        """What burn-in has not reached so far, in words; None where all is well."""
         if self.settings.num_steps is None and not self.is_flat:
-            warn(
-                f"burn-in ended after {num_steps} steps while U was still moving, and no further window fits into max_steps = "
-                f"{self.settings.max_steps}: draws from here on are not from the target yet. Start where the density is higher "
-                "(train a network first), or raise max_steps.",
+            return (
+                f"burn-in ended after {self._step} steps while U was still moving, and no further window fits into max_steps = "
+                f"{self.settings.max_steps}: draws from there on are not from the target yet. Start where the density is "
+                "higher (train a network first), or raise max_steps"
             )
-            return
         reached = self.reached or 0.0
         if reached < self.target - 0.15:
             advice = "The step itself may be what is rejected: lower lr, or allow more steps"
         elif reached > self.target + 0.6 * (1 - self.target):
             advice = "The steps are still too short: allow more steps of burn-in"
         else:
+            return None
+        return f"burn-in reached an acceptance of {reached:.2f} instead of {self.target:.2f}. {advice}"
+
+    def warn(self) -> None:
+        """Say what burn-in did not reach, and which chains it left behind."""
+        if (complaint := self.complaint()) is not None:
+            warn(f"{complaint}.")
+        self.warn_of_frozen()
+
+    def warn_of_frozen(self) -> None:
+        """Name the chains that did not move."""
+        if not self.frozen:
             return
-        warn(f"burn-in reached an acceptance of {reached:.2f} instead of {self.target:.2f}. {advice}.")
+        named = ", ".join(map(str, self.frozen[:_NAMED]))
+        more = f" and {len(self.frozen) - _NAMED} more" if len(self.frozen) > _NAMED else ""
+        assert self._by_chain is not None
+        warn(
+            f"{len(self.frozen)} of {len(self._by_chain)} chains stand still at the end of burn-in: {named}{more}. Their "
+            f"acceptance is below {_FROZEN}, that of all chains {self.reached:.2f}. Their draws are copies of one point, and "
+            "not from the target. Start them nearer to its bulk, or leave them out.",
+        )
 
 
 def check_tunable(acceptance: Test) -> None:

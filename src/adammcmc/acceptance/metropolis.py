@@ -144,13 +144,16 @@ class FullData:
             log_ratio = fixed_part - lam * (proposed - current).sum(1)
             verdict = metropolis(comparison, log_ratio, log_uniform, seen)
             # whether Y becomes known depends on the uniform, so that the mean of min(1, e^Y) over known ones would be biased
-            decision = verdict.is_accepted.double()
-            verdict = verdict._replace(acceptance_rate=decision, is_current_finite=is_finite(current.sum(1)))
+            decision, exact = verdict.is_accepted.double(), torch.zeros_like(budget)
+            verdict = verdict._replace(
+                acceptance_rate=decision, is_current_finite=is_finite(current.sum(1)), log_ratio_noise=exact
+            )
             return verdict, torch.where(verdict.is_accepted[:, None], proposed, current)
         rejected = torch.zeros_like(budget)
         log_ratio = torch.where(fixed_part == -torch.inf, fixed_part, torch.nan)
         inside = is_finite(total) & is_finite(fixed_part)
-        return Verdict(rejected.bool(), rejected, log_ratio, inside, rejected + seen, is_finite(current.sum(1))), current
+        finite = is_finite(current.sum(1))
+        return Verdict(rejected.bool(), rejected, log_ratio, inside, rejected + seen, finite, rejected), current
 
     def approximation(self, *, fixed_data: bool) -> str | None:
         return None

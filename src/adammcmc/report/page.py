@@ -224,7 +224,7 @@ def _self_tests(posterior: Any, health: Sequence[Health]) -> Section:
             f"{h.num_steps:,}",
             _number(h.acceptance, ".3f"),
             _number(h.twice_rises, ".3f"),
-            _number(h.temperature, ".2f"),
+            _number(h.temperature, ".3g"),
             _number(h.loss_influence, ".3g"),
             _number(h.noise, ".3g"),
             _number(h.beta_eff, ".2f"),

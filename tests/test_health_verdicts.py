@@ -1,0 +1,272 @@
+"""Verdicts on whole runs: the sick ones that once passed are found, healthy ones are never accused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adammcmc import (
+    MALA,
+    AdamMCMC,
+    AlwaysAccept,
+    BurnIn,
+    ExactAdamMCMC,
+    FullData,
+    Gaussian,
+    Health,
+    Sampler,
+    TensorExamples,
+    Underdamped,
+    sample,
+)
+from adammcmc.report import write_report
+from tests.doors import X, Y, network, seeded
+from tests.test_health import free, kinds, per_example, run
+
+GENERATOR = torch.Generator().manual_seed(0)
+CLASSES = torch.randint(10, (60,), generator=GENERATOR)
+IMAGES = torch.randn(10, 1, 8, 8, generator=GENERATOR)[CLASSES] + 0.7 * torch.randn(60, 1, 8, 8, generator=GENERATOR)
+UNCORRECTED: dict[str, Any] = {"num_data": 60, "prior": Gaussian(), "acceptance": AlwaysAccept()}
+
+
+def image_network(kind: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    if kind == "convolution":
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+
+
+def image_loss(model: nn.Module, rows: Tensor | slice = slice(None)) -> Callable[[], Tensor]:
+    return lambda: F.cross_entropy(model(IMAGES[rows]), CLASSES[rows], reduction="none")
+
+
+# --- sick -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("step_size", "num_steps"), [(0.2, 64), (0.2, 250), (1.0, 100)])
+@pytest.mark.parametrize("kind", ["convolution", "perceptron"])
+def test_an_uncorrected_chain_with_long_steps_has_diverged(kind: str, step_size: float, num_steps: int) -> None:
+    """Also where the weights have reached 1e17, and most proposals are not finite: sums that overflow are not silence."""
+    model = image_network(kind)
+    sampler = Underdamped(model.parameters(), step_size, fixed_data=True, generator=seeded(), **UNCORRECTED)
+    health = run(sampler, image_loss(model), num_steps)
+    largest = max(float(p.detach().abs().max()) for p in model.parameters())
+    assert step_size < 1 or (largest > 1e15 and "proposals are not finite" in health.verdict)
+    assert kinds(health) == ["diverged"], health.verdict
+    assert health.grade == "sick"
+    assert "configurational temperature" in health.verdict
+    assert step_size == 1 or "above its start" in health.verdict
+    assert "shorten it" in health.verdict
+
+
+def test_divergence_on_batches_is_seen_in_u_alone() -> None:
+    model = image_network("perceptron")
+    sampler = Underdamped(model.parameters(), 0.06, generator=seeded(), **UNCORRECTED)
+    rows = torch.Generator().manual_seed(0)
+    for _ in range(130):
+        sampler.step(image_loss(model, torch.randint(60, (20,), generator=rows)))
+    assert "above its start" in sampler.health().verdict
+    sampler.reset_health()
+    for _ in range(130):  # the level at which the chain started outlives the end of burn-in
+        sampler.step(image_loss(model, torch.randint(60, (20,), generator=rows)))
+    assert kinds(sampler.health()) == ["diverged"]
+
+
+def test_a_chain_that_stays_far_too_hot_has_diverged() -> None:
+    """Unadjusted Langevin on a Gaussian has the temperature 1 / (1 - h / 2): 50, and nothing runs away."""
+    p = free(50, 7.0)
+    sampler = MALA([p], 1.96, num_data=1, prior=Gaussian(), fixed_data=True, acceptance=AlwaysAccept(), generator=seeded())
+    health = run(sampler, lambda: 0.0 * p.sum(), 400)
+    assert kinds(health) == ["diverged"]
+    assert "configurational temperature" in health.verdict
+
+
+def test_u_that_is_not_finite_is_not_calm() -> None:
+    """After `unfreeze` the sums hold a NaN."""
+    p = free(5)
+    sampler = MALA([p], 0.3, num_data=1, prior=Gaussian(), fixed_data=True, generator=seeded())
+    run(sampler, lambda: 0.0 * p.sum(), 20)
+    assert sampler._monitor is not None
+    sampler._monitor._steps.sums[0] = torch.nan
+    sampler._monitor._trace.sums[0] = torch.nan
+    assert not run(sampler, lambda: 0.0 * p.sum(), 300).is_healthy
+
+
+def test_a_chain_on_its_way_down_has_not_diverged_and_its_trend_is_named() -> None:
+    """Temperature 64, but it comes down: from a bad start."""
+    p = nn.Parameter(torch.full((300,), 8.0))
+    health = run(MALA([p], 2e-4, num_data=1, prior=Gaussian(), fixed_data=True), lambda: 0.0 * p.sum(), 500)
+    assert "diverged" not in kinds(health)
+    assert "U still falls: by" in health.verdict
+    assert "of its standard deviations" in health.verdict
+    assert health.effective_draws < 4
+
+
+def test_a_climb_from_the_optimum_is_no_divergence() -> None:
+    """The typical set lies P / 2 above, also for a kernel that is approximate and whose word is not trusted."""
+    p = nn.Parameter(torch.zeros(1000))
+    sampler = MALA([p], 0.01, num_data=1, prior=Gaussian(), fixed_data=True, acceptance=AlwaysAccept(), generator=seeded())
+    health = run(sampler, lambda: 0.5 * p.square().sum(), 200)
+    assert health.grade != "sick", health.verdict
+    assert "U still rises: by" in health.verdict
+
+
+def diverged_run() -> Any:
+    sampler = partial(Underdamped, step_size=0.2, prior=Gaussian(), acceptance=AlwaysAccept())
+    options: dict[str, Any] = {"num_draws": 12, "gap": 5, "burn_in": 60, "seed": 0, "progress": False}
+    return sample(image_network("perceptron"), (IMAGES, CLASSES), F.cross_entropy, sampler=sampler, **options)
+
+
+def test_divergence_reaches_posterior_summary_and_report(tmp_path: Any) -> None:
+    posterior = diverged_run()
+    assert [health.grade for health in posterior.health()] == ["sick"]
+    assert "diverged:" in str(posterior)
+    summary = posterior.summary()
+    assert summary.grade == "sick"
+    assert summary.findings[0].kind in ("not finite", "diverged")
+    assert "Do not trust these draws" in write_report(posterior, tmp_path / "page.html", progress=False).read_text("utf-8")
+
+
+# --- burn-in --------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_burn_in_is_not_forgotten() -> None:
+    model = network()
+    options: dict[str, Any] = {"num_data": 64, "prior": Gaussian(), "fixed_data": True, "generator": seeded()}
+    sampler = Underdamped(model.parameters(), 1e-5, burn_in=BurnIn(max_steps=40, window=10), **options)
+    with pytest.warns(UserWarning, match="while U was still moving"):
+        run(sampler, per_example(model), 100)
+    health = sampler.health()
+    assert "burn-in" in kinds(health)
+    assert "not from the target yet" in health.verdict
+    assert health.grade == "undecided"
+    again = Underdamped(model.parameters(), 1e-5, burn_in=BurnIn(), **options)
+    again.load_state_dict(sampler.state_dict())
+    assert kinds(again.health()) == kinds(health)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_failed_burn_in_is_in_the_posterior_and_its_summary(stacked: bool) -> None:
+    options: dict[str, Any] = {"num_draws": 5, "gap": 4, "progress": False, "num_chains": 2, "stacked": stacked}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        burn_in = BurnIn(max_steps=40, window=10)
+        posterior = sample(
+            network(), (X, Y), F.cross_entropy, sampler=partial(Underdamped, step_size=1e-5), burn_in=burn_in, **options
+        )
+    assert all("burn-in" in kinds(health) for health in posterior.health())
+    assert any(finding.kind == "burn-in" for finding in posterior.summary().findings)
+
+
+@pytest.mark.filterwarnings("ignore:U is known")  # of the frozen chain, whose loss is 2e10
+def test_a_frozen_chain_of_a_stack_is_stuck() -> None:
+    """One of twelve chains starts where every proposal is rejected."""
+
+    class Steep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (0.0 * x[:, 0] + 1) * self.w.pow(4).sum()
+
+    starts = [{"w": torch.full((3,), at)} for at in (*[0.5] * 5, 300.0, *[-0.5] * 6)]
+    options: dict[str, Any] = {"num_draws": 10, "gap": 10, "progress": False, "stacked": True, "num_chains": 12}
+    data = torch.zeros(4, 1), torch.zeros(4)
+    with pytest.warns(UserWarning, match=r"1 of 12 chains stand still at the end of burn-in: 5\. Their acceptance is below"):
+        posterior = sample(
+            Steep(), data, lambda out, _: out, sampler=partial(Underdamped, step_size=0.01, prior=Gaussian()),
+            burn_in=BurnIn(num_steps=200), initial=starts, **options,
+        )  # fmt: skip
+    assert [health.grade == "sick" for health in posterior.health()] == [chain == 5 for chain in range(12)]
+    assert kinds(posterior.health()[5]) == ["stuck"]
+
+
+# --- healthy --------------------------------------------------------------------------------------------------------
+
+INPUTS = torch.randn(80, 4, generator=GENERATOR)
+LABELS = (INPUTS[:, 0] + 0.5 * torch.randn(80, generator=GENERATOR) > 0).long()
+VALUES = INPUTS[:, :1] + 0.5 * torch.randn(80, 1, generator=GENERATOR)
+
+
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return 2 * (outputs - targets).square().sum(1)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, Callable[[Tensor, Tensor], Tensor]]] = {
+    "logistic": (lambda: nn.Linear(4, 2), LABELS, partial(F.cross_entropy, reduction="none")),
+    "linear": (lambda: nn.Linear(4, 1), VALUES, squares),
+    "network": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), VALUES, squares),
+}
+
+
+def _exact_adam(params: Any, *, examples: Any, **options: Any) -> Sampler:
+    return ExactAdamMCMC(params, **options)
+
+
+KERNELS: dict[str, Callable[..., Sampler]] = {
+    "underdamped": partial(Underdamped, step_size=0.03, fixed_data=True),
+    "mala": partial(MALA, step_size=5e-4, fixed_data=True),
+    "exact adam": partial(_exact_adam, lr=1e-2, sigma=3e-2, sigma_along=1.0, fixed_data=True),
+    "full data": partial(Underdamped, step_size=0.03, acceptance=FullData()),
+    "early rejection": partial(MALA, step_size=5e-4, acceptance=FullData(early_rejection=True)),
+    "early rejection in chunks": partial(MALA, step_size=5e-4, acceptance=FullData(20, early_rejection=True)),
+}
+
+
+def healthy_run(name: str, kernel: str, start: str, seed: int, lengths: tuple[int, ...]) -> list[Health]:
+    """Exact, from an optimum or from the prior; what it says after so many steps."""
+    make, targets, loss = MODELS[name]
+    torch.manual_seed(seed)
+    model = make()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 1)
+    if start == "optimum":
+        optimizer = torch.optim.Adam(model.parameters(), 0.05)
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss(model(INPUTS), targets).mean().backward()
+            optimizer.step()
+    examples = TensorExamples(lambda x, y: loss(model(x), y), INPUTS, targets)
+    sampler = KERNELS[kernel](model.parameters(), num_data=80, prior=Gaussian(), examples=examples, generator=seeded(seed))
+    rows = torch.Generator().manual_seed(seed)
+    said = []
+    for step in range(1, max(lengths) + 1):
+        chosen = slice(None) if sampler.fixed_data else torch.randint(80, (30,), generator=rows)
+        sampler.step(lambda: loss(model(INPUTS[chosen]), targets[chosen]))  # noqa: B023
+        if step in lengths:
+            said.append(sampler.health())
+    return said
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_exact_run_is_never_called_sick(kernel: str, name: str) -> None:
+    start = "optimum" if (list(KERNELS).index(kernel) + list(MODELS).index(name)) % 2 else "prior"
+    for health in healthy_run(name, kernel, start, 0, (48, 210)):
+        assert health.grade != "sick", health.verdict
+        assert "unknown noise" not in kinds(health)
+        assert health.is_healthy or health.num_steps < 200 or "cannot tell" in kinds(health)
+
+
+def test_few_steps_on_batches_cannot_be_praised() -> None:
+    """U was only estimated, the kernel is approximate, and no temperature is known yet: none is printed."""
+    model = network()
+    sampler = AdamMCMC(
+        model.parameters(), lr=1e-4, num_data=64, sigma=1e-3, sigma_along=2.0, prior=Gaussian(), generator=seeded()
+    )
+    rows = torch.Generator().manual_seed(0)
+    for _ in range(225):
+        sampler.step(per_example(model, torch.randperm(64, generator=rows)[:60]))
+    health = sampler.health()
+    assert "no complaint" not in health.verdict
+    assert "temperature 0.00" not in health.verdict
+    assert "cannot tell" in kinds(health), health.verdict
