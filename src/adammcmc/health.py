@@ -303,7 +303,8 @@ class Monitor:
             self._steps.add(block)
             self._trace.add(block[..., _POTENTIAL])
             if self._start is None:
-                self._start = block[..., [_POTENTIAL, _SQUARE]]
+                # (a list as an index would wait for the device)
+                self._start = torch.stack([block[..., _POTENTIAL], block[..., _SQUARE]], -1)
         self._pending = list(rows[whole:].unbind())
 
     def _rows(self) -> Tensor:

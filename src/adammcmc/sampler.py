@@ -234,9 +234,10 @@ class Sampler(torch.optim.Optimizer, ABC):
 
     def _check_mean(self, loss: Callable[[Any], Tensor], batch: Any) -> None:
         """At the first step: a loss of a batch that is the sum of the losses of its halves is no mean."""
-        tensors = _tensors(batch)
-        if self.num_steps > 0 or self.target.num_data == 1 or len({len(x) if x.dim() > 0 else 0 for x in tensors}) != 1:
-            return  # (what is not one row an example cannot be halved)
+        if self.num_steps > 0 or self.target.num_data == 1:
+            return
+        if len({len(x) if x.dim() > 0 else 0 for x in _tensors(batch)}) != 1:
+            return  # what is not one row an example cannot be halved
         grads = [p.grad for p in self._parameters()]
         with torch.enable_grad():  # for who calls backward in it
             is_sum = self._layers.look(lambda: loss_grows(loss, batch))
