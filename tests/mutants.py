@@ -472,7 +472,7 @@ MUTANTS = [
     Mutant(
         "divergence waits for effective draws",
         "health.py",
-        "if diverged is not None and not (is_stuck and is_exact):",
+        "if diverged is not None and not (is_stuck and (is_exact or is_still)):",
         "if diverged is not None and draws >= _ENOUGH_DRAWS:",
         "tests/test_health_verdicts.py",
     ),
