@@ -25,7 +25,7 @@ A configuration names a network, data, a loss and a sampler; the command draws, 
 adammcmc schema > my.toml             # a configuration with every key and what it means; it runs as it is
 adammcmc sample my.toml --dry-run     # what would be sampled, and the size and the time it would take
 adammcmc sample my.toml               # draws go to runs/my; Ctrl-C stops, `adammcmc resume runs/my` goes on, bit for bit
-adammcmc check runs/my                # every file of the run verified; --repair mends what can be mended
+adammcmc check runs/my                # verify every file of the run; --repair fixes what it can
 adammcmc diagnose runs/my             # the verdict, R-hat, effective draws, calibration
 adammcmc report runs/my               # all of it as one HTML page with figures, runs/my/report.html
 adammcmc predict runs/my new.npz --output predictions.csv

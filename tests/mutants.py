@@ -402,8 +402,8 @@ MUTANTS = [
     Mutant(
         "chains from one start called sound",
         "posterior.py",
-        "one_start = starts is None or len({starts[c] for c in chains}) == 1",
-        "one_start = False",
+        "return starts is None or len({starts[c] for c in chains}) == 1",
+        "return False",
         "tests/test_summary.py",
     ),
     Mutant(

@@ -544,7 +544,7 @@ BAD: list[tuple[list[str], int, str]] = [
     ([*SAMPLE, "--set", "sampler.name=shell_things:no_sampler"], 1, "`sampler` must make a sampler of adammcmc"),
     (["sample", "exact.toml", "-o", "new", "--set", "run.batch_size=10"], 1, "ExactAdamMCMC needs fixed_data=True"),
     # where it goes
-    (["sample", "good.toml"], 1, "'runs/good' holds a run already: `adammcmc resume runs/good` goes on with it"),
+    (["sample", "good.toml"], 1, "'runs/good' holds a run already: `adammcmc resume runs/good --trust-code` continues it"),
     (["sample", "good.toml", "-o", "full"], 1, "is not empty and holds no run (it has 'notes.txt')"),
     (["sample", "good.toml", "-o", "a_file"], 1, "'a_file' is a file: the draws need a folder"),
     ([*SAMPLE, "--set", "run.num_draws=1000000000000"], 1, "Keep fewer draws"),

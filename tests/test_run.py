@@ -852,7 +852,7 @@ def test_other_software_or_hardware_is_said_once_and_recorded(tmp_path: Path) ->
     changed = {"machine": manifest["machine"] | {"threads": 99}, "versions": manifest["versions"] | {"torch": "1.0"}}
     file.write_bytes(manifest_text(manifest | changed))
     here = rf"torch 1\.0 -> {torch.__version__.replace('+', '.')}, threads 99 -> {torch.get_num_threads()}"
-    with pytest.warns(UserWarning, match=rf"other software or hardware \({here}\): .* valid, but not bit for bit") as caught:
+    with pytest.warns(UserWarning, match=rf"another environment \({here}\): .* valid, but not bit for bit") as caught:
         run(tmp_path / "run", num_draws=3, resume=True)
     assert len(caught) == 1
     assert len(run(tmp_path / "run", num_draws=4, resume=True)) == 4  # the same again: nothing to say

@@ -36,6 +36,7 @@ MANIFEST: dict[str, Any] = {
     "configuration": {"num_chains": 1, "num_draws": 3},
     "data": {"num_data": 10, "fingerprint": "0"},
     "model": {"tensors": {}},
+    "created": "2026-01-01T00:00:00",
     "likelihood": {"name": "values", "noise": None},
     "versions": {"adammcmc": "0"},
 }

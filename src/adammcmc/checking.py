@@ -34,6 +34,8 @@ class Check:
     """Draws that the index has."""
     num_usable: int
     """Draws whose weights are there and whole."""
+    is_readable: bool = True
+    """Whether `run.json` can be read: without it the other files are not checked, and nothing can be repaired."""
 
     @property
     def is_sound(self) -> bool:
@@ -43,12 +45,14 @@ class Check:
     @property
     def verdict(self) -> str:
         """In one line."""
+        if not self.is_readable:
+            return "damaged: run.json cannot be read or repaired. Restore it from a copy; the draws were not checked"
         draws = f"{self.num_draws} draws in the index, weights of {self.num_usable}"
         if not self.problems:
             return f"sound: {draws}"
         count = f"{len(self.problems)} problem{'s' * (len(self.problems) > 1)}"
         if not self.repairs and not self.is_sound:
-            return f"damaged: {count}; {draws}. `adammcmc check {self.path} --repair` makes of it what can be made"
+            return f"damaged: {count}; {draws}. `adammcmc check {self.path} --repair` recovers what it can"
         return f"repaired: {draws}" if self.is_sound else f"repaired in part: {'; '.join(self.left)}; {draws}"
 
     def __str__(self) -> str:
@@ -71,7 +75,7 @@ def check_run(path: str | Path, *, repair: bool = False) -> Check:
     try:
         folder = _Folder(path, writes=repair)
     except StoreCorrupt as error:  # without run.json nobody can tell what the rest is
-        return Check(path, (str(error),), (), (str(error),), 0, 0)
+        return Check(path, (str(error),), (), (str(error),), 0, 0, is_readable=False)
     try:
         folder.look()
         problems, repairs = folder.problems, []
@@ -103,6 +107,7 @@ class _Folder(FolderStore):
         states = {key: [self._try_checkpoint(file) for file in self._checkpoints(key)] for key in keys}
         self._lines = {chain: self._try_chain(chain) for chain in chains}
         self._index = {chain: lines.records for chain, lines in self._lines.items()}
+        self.problems += [f"'{self.path / name}' is missing." for name in self.missing_chains()]
         self.problems += [f"{lines.problem}." for lines in self._lines.values() if lines.problem is not None]
         self._bad = {key: words for record in self.kept() for key, words in self._try_draw(record)}
         self.problems += self._bad.values()
@@ -115,6 +120,10 @@ class _Folder(FolderStore):
         """Checkpoints with the index."""
         name = "the run" if key is None else f"chain {key}"
         ahead = [state for state in states if state is not None and state["num_draws"] > num_draws]
+        if states[0] is None and states[1] is not None:
+            self.problems.append(f"the newest checkpoint of {name} is missing or damaged; the one before is whole.")
+        if states[0] is not None and states[0]["num_draws"] < num_draws - 1:  # (a run that is being written is one behind)
+            self.problems.append(f"the checkpoint of {name} is of draw {states[0]['num_draws']}, the index has {num_draws}.")
         if states[0] is not None and states[0] in ahead:
             self.problems.append(f"the index of {name} has {num_draws} draws, its checkpoint {states[0]['num_draws']}.")
         if not [state for state in states if state is not None and state not in ahead]:
@@ -140,10 +149,7 @@ class _Folder(FolderStore):
         words = self.problem_of(record)
         try:
             if words is None:
-                tensors = {name: list(x.shape) for name, x in self.load(record).items()}
-                right = {name: list(shape) for name, (_, shape) in self.manifest["model"]["tensors"].items()}
-                if right and tensors != right:
-                    words = f"'{self._file(record)}' is not of this network: it has other tensors than run.json says"
+                self.load(record)
         except StoreCorrupt as error:
             words = str(error).partition(" `adammcmc")[0].removesuffix(".")
         except StoreMismatch:  # dropped since, by a run that goes on
@@ -213,7 +219,7 @@ class _Folder(FolderStore):
                 done.append(f"'{newest}' is now '{set_aside(newest).name}'.")
             self._keep_as(previous, newest)
             sync_folder(newest.parent)
-            done.append(f"'{newest}' is the one before it.")
+            done.append(f"'{newest}' is now the previous checkpoint.")
         return done
 
 

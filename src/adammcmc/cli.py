@@ -28,7 +28,7 @@ __all__ = ["app"]
 app = typer.Typer(
     name="adammcmc",
     help="Draw a neural network's weights from its posterior by Metropolis-Hastings around Adam steps, "
-    "and be told what was sampled.",
+    "and see what was sampled.",
     epilog="In this order: schema (a configuration to start from), sample, diagnose, report, predict. Exit codes: 0 done, 1 an "
     "error, 2 the command line was not understood, 130 stopped by Ctrl-C (143 by SIGTERM, 129 by SIGHUP). --debug, anywhere, "
     "shows the traceback of an error.",
@@ -42,7 +42,7 @@ Run = Annotated[Path, typer.Argument(help="The folder of a run.", show_default=F
 Again = Annotated[
     Path | None,
     typer.Option(
-        "--config", help="A TOML file that names the network anew: for runs made in Python, or moved.", show_default=False
+        "--config", help="A TOML file that names the network, for runs made in Python or moved since.", show_default=False
     ),
 ]
 Data = Annotated[
@@ -57,7 +57,7 @@ Trust = Annotated[
     typer.Option(
         "--trust-code",
         envvar="ADAMMCMC_TRUST_CODE",
-        help="Import the modules that the run names (its network, its loss, its data): only if you trust who made it.",
+        help="Import the modules that the run names (network, loss, data). Use it only for runs from people you trust.",
     ),
 ]
 
@@ -71,7 +71,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
@@ -81,9 +81,9 @@ def options(
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option(help="Where the picture goes (.png, .pdf or .svg).")] = Path("demo.png"),
-    epochs: Annotated[int, typer.Option(min=1, help="Of Adam, before the chain begins.")] = 8,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of Adam before the chain starts.")] = 8,
     gap: Annotated[int, typer.Option(min=1, help="Steps between draws; burn-in is five times as long.")] = 20,
-    draws: Annotated[int, typer.Option(min=2, help="To predict with.")] = 10,
+    draws: Annotated[int, typer.Option(min=2, help="Number of draws to predict with.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Fixes every random number.")] = 0,
 ) -> None:
     """Top tagging in small: ParticleNet-Lite on bundled jets, Adam, then AdamMCMC.
@@ -127,7 +127,8 @@ def sample(
     path = output or recipe.path
     if (path / "run.json").exists():
         raise ValueError(
-            f"'{path}' holds a run already: `adammcmc resume {path}` goes on with it, --output takes another folder."
+            f"'{path}' holds a run already: `adammcmc resume {path}{_flag(recipe)}` continues it, "
+            "--output takes another folder."
         )
     if path.exists() and not path.is_dir():
         raise ValueError(f"'{path}' is a file: the draws need a folder.")
@@ -174,7 +175,7 @@ def check(
         bool,
         typer.Option(
             "--repair",
-            help="Make the index again from the draws, rename what is damaged, fall back on the checkpoint before.",
+            help="Rebuild the index from the draws, rename damaged files, fall back to the previous checkpoint.",
         ),
     ] = False,
 ) -> None:
@@ -229,7 +230,7 @@ def diagnose(
     run: Run,
     data: Data = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A file for the same as .json.", show_default=False)
+        Path | None, typer.Option("--output", "-o", help="Also write the results to this .json file.", show_default=False)
     ] = None,
     config: Again = None,
     trust_code: Trust = False,
@@ -272,7 +273,7 @@ def report(
         Path | None,
         typer.Option("--output", "-o", help="The page, .html; its figures go to a folder beside it.", show_default=False),
     ] = None,
-    title: Annotated[str | None, typer.Option(help="Of the page.", show_default=False)] = None,
+    title: Annotated[str | None, typer.Option(help="Title of the page.", show_default=False)] = None,
     config: Again = None,
     trust_code: Trust = False,
 ) -> None:
@@ -440,8 +441,8 @@ def _announce(target: str) -> None:
 def _tell_what_came(posterior: Posterior, path: Path, flag: str) -> None:
     chains = f"{posterior.num_chains} chain{'s' * (posterior.num_chains > 1)}"
     say(f"{len(posterior.store.index):,} draws of {chains}")
-    for chain, health in enumerate(posterior.health()):
-        say(f"chain {chain}: {health.verdict}")
+    for line in posterior.verdicts():
+        say(line)
     following = ", ".join(f"adammcmc {command} {path}{flag}" for command in ("diagnose", "report", "predict"))
     say(f"draws: {path}. Next: {following}")
 

@@ -180,7 +180,8 @@ class ClosurePotential:
                 f"point gave mean losses {float(losses.mean()):.8g} and {float(again.mean()):.8g}, which are multiplied by "
                 f"{self.scale:.6g}. "
                 + (f"At fault: {at_fault}." if (at_fault := self._layers.at_fault()) else "Shuffled batches? Random numbers?")
-                + " Use model.eval(), return the loss of all data, or set fixed_data=False."
+                + " Use model.eval(), return the loss of all data, or set fixed_data=False (in `sample`: "
+                "sampler=partial(Underdamped, fixed_data=False), which is approximate)."
             )
 
     def _agree(self, again: Tensor, losses: Tensor, *, exactly: bool = False) -> bool:

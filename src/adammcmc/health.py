@@ -171,7 +171,7 @@ class Health:
         if self.is_healthy:
             if math.isnan(self.effective_draws):
                 known = f"acceptance {self.acceptance:.2f}, {self.num_steps} steps"
-                return f"no complaint in what can be judged: {known}; U was only estimated, so that convergence was not judged"
+                return f"no complaint in what can be judged: {known}; U was only estimated, so convergence was not judged"
             draws = f"about {self.effective_draws:.0f} effective draws of U in {self.num_steps} steps"
             return f"no complaint: acceptance {self.acceptance:.2f}, {draws}"
         return "; ".join(finding.says for finding in self.findings)
@@ -464,7 +464,7 @@ class Monitor:
             if is_exact:
                 remedy = "start from trained weights, and check the prior and the scale of the loss"
             elif mean["known"] == 0:
-                remedy = "the step is too long to go without a test: shorten it, or use a Metropolis test"
+                remedy = "the step is too long for an unadjusted sampler: shorten it, or use a Metropolis test"
             lost = f", {share:.0%} of the proposals are not finite" if share > 0.1 and not has_edge else ""
             find("diverged", f"diverged: {diverged}{lost}; {remedy}")
         elif is_stuck:

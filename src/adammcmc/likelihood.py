@@ -259,9 +259,9 @@ class Loss:
             elif "Target size" in said:
                 hint = " For one output, targets[:, None] has the shape (batch, 1)."
             elif "between 0 and 1" in said and likelihood_of(self._function).name == "bernoulli_probabilities":
-                hint = " Of logits take F.binary_cross_entropy_with_logits."
+                hint = " For logits, use F.binary_cross_entropy_with_logits."
             elif "required positional argument" in said:
-                hint = " A loss is called with outputs and targets alone: wrap it in a function of these two."
+                hint = " A loss is called as loss(outputs, targets): wrap it in a function of these two."
             elif "dtype" in said or "scalar type" in said or "Input type" in said:
                 hint = " Convert the data to the dtype of the weights, for example x.float()."
             elif self.takes_model(batch) and self._first not in ("model", "module", "net", "network"):
@@ -308,7 +308,7 @@ class Loss:
             if bool(total.isfinite().all()) and bool(((total - 1).abs() > 0.05).any()):
                 raise ValueError(
                     f"`{self.name}` needs log probabilities, and the probabilities of an example sum to "
-                    f"{float(total.flatten()[0]):.3g}. Of logits take F.cross_entropy, or end the network with nn.LogSoftmax(1)"
+                    f"{float(total.flatten()[0]):.3g}. For logits use F.cross_entropy, or end the network with nn.LogSoftmax(1)"
                 )
 
     def _check_targets(self, batch: Batch) -> None:
@@ -343,14 +343,14 @@ class _Pairings(TorchFunctionMode):
 def _refuse(function: Any, name: str) -> None:
     """Those that cannot be called with outputs and targets alone, with what to take instead."""
     if isinstance(function, type):
-        raise TypeError(f"`loss` must be a function of outputs and targets, got the class {name}: pass {name}(...), made.")
+        raise TypeError(f"`loss` must be a function of outputs and targets, got the class {name}: pass {name}(...).")
     inner = function
     while isinstance(inner, functools.partial):
         inner = inner.func
     if inner is F.gaussian_nll_loss or isinstance(inner, nn.GaussianNLLLoss):
         raise TypeError(
             f"`{name}` takes variances beside outputs and targets. Use adammcmc.GaussianNLL(): the network then returns means "
-            "and log variances side by side, (batch, 2 k) for k targets. GaussianNLL(0.1) has a known noise instead."
+            "and log variances side by side, (batch, 2 k) for k targets. For known noise, use GaussianNLL(0.1)."
         )
 
 

@@ -19,10 +19,11 @@ from adammcmc.errors import StoreCorrupt, StoreMismatch
 from adammcmc.health import Health, read_health, split_sums
 from adammcmc.likelihood import Likelihood, as_likelihood
 from adammcmc.moments import Moments
-from adammcmc.packing import Packing
+from adammcmc.packing import Packing, padding_rows
 from adammcmc.predictive import Forward, Prediction, predict
 from adammcmc.store import FolderStore, Record, Store
-from adammcmc.summary import Series, Summary, layers_of, probe_layers, summarize
+from adammcmc.summary import ONE_START, Series, Summary, layers_of, probe_layers, summarize
+from adammcmc.terminal import printable
 
 __all__ = ["Posterior"]
 
@@ -136,42 +137,46 @@ class Posterior:
             for draw in self:
                 moments.add(draw)
             return moments
-        for saved in self._saved():
+        for saved in self._saved().values():
             if saved["moments"] is not None:
                 moments.merge(Moments(saved["moments"]))
         return moments
 
-    def _saved(self) -> list[dict[str, Any]]:
-        """What the checkpoints of the chains hold of moments and health; chains that ran as one stack have one for all."""
+    def _saved(self) -> dict[int, dict[str, Any]]:
+        """What the checkpoints hold of moments and health, by chain; chains that ran as one stack have one for all."""
         try:
             return self._read_saved()
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise StoreCorrupt(f"a checkpoint is not one of this run ({type(error).__name__}: {error}).") from error
 
-    def _read_saved(self) -> list[dict[str, Any]]:
+    def _read_saved(self) -> dict[int, dict[str, Any]]:
         if (whole := self.store.saved(None)) is not None:
             if whole["sampler"]["num_chains"] != self.store.manifest["configuration"]["num_chains"]:
                 raise StoreCorrupt(f"a checkpoint holds {whole['sampler']['num_chains']} chains, and run.json another number.")
             sums = split_sums(whole["health"], whole["sampler"]["health"], whole["sampler"]["num_chains"])
             moments = whole["moments"] or [None] * len(sums)
-            return [{"health": whole["health"], "sums": sums[c], "moments": moments[c]} for c in self._chains]
-        states = [self.store.saved(chain) for chain in self._chains]
-        return [
-            {"health": state["health"], "sums": state["sampler"]["adammcmc"]["health"], "moments": state["moments"]}
-            for state in states
+            return {c: {"health": whole["health"], "sums": sums[c], "moments": moments[c]} for c in self._chains}
+        states = {chain: self.store.saved(chain) for chain in self._chains}
+        return {
+            chain: {"health": state["health"], "sums": state["sampler"]["adammcmc"]["health"], "moments": state["moments"]}
+            for chain, state in states.items()
             if state is not None
-        ]
+        }
 
     # --- what was sampled, and how it went ----------------------------------------------------------------------
 
     @property
     def target(self) -> str:
         """The realised target in one line, ending in "exact" or "approximate: why"."""
-        return str(self.store.manifest["target"])
+        return printable(str(self.store.manifest["target"]))
 
     def health(self) -> list[Health]:
         """What each chain says about itself since its burn-in ended."""
-        return [read_health(saved["health"], saved["sums"]) for saved in self._saved()]
+        return list(self._health().values())
+
+    def _health(self) -> dict[int, Health]:
+        """By chain; a chain whose checkpoints are lost has none."""
+        return {chain: read_health(saved["health"], saved["sums"]) for chain, saved in self._saved().items()}
 
     def settings(self, chain: int) -> dict[str, Any]:
         """What one chain goes by, as arguments of its sampler: a second run can take them and needs no tuning.
@@ -219,9 +224,11 @@ class Posterior:
         """
         if self._is_part or len(self._chains) != self.store.manifest["configuration"]["num_chains"]:
             raise ValueError(
-                "only a whole run can be saved, and this is a part of one: save the posterior that it is a part of."
+                "only a whole run can be saved, not a slice of one: save the posterior that this slice was taken from."
             )
         path = Path(path).expanduser()
+        if (path / "run.json").exists():
+            raise StoreMismatch(f"'{path}' holds a run already: choose another path.")
         is_new = not path.exists()
         manifest = {key: value for key, value in self.store.manifest.items() if key not in ("what", "format")}
         whole = self.store.saved(None)
@@ -255,28 +262,52 @@ class Posterior:
         kept = f"{made} draws, moments only" if self.store.manifest["keep"] == "moments" else f"{len(self)} draws"
         chains = f"{self.num_chains} chain{'s' * (self.num_chains != 1)}"
         lines = [f"posterior: {kept} of {chains}{self._worth()}", f"  target: {self.target}"]
-        own: dict[int, list[Record]] = {}
+        return "\n".join([*lines, *(f"  {line}" for line in self.verdicts())])
+
+    def verdicts(self) -> list[str]:
+        """A line for each chain, and one on what their agreement is worth: what `print` shows below the target."""
+        by_chain: dict[int, list[Record]] = {chain: [] for chain in self._chains}
         for record in self.made:
-            own.setdefault(record["chain"], []).append(record)
-        for chain, health in zip(self._chains, self.health(), strict=False):
+            by_chain[record["chain"]].append(record)
+        rows = self._compared_records()
+        together = _worth_of(_probed(rows)) if rows else math.nan  # draws of one target count together
+        lines = []
+        known = self._health()
+        for chain in self._chains:
+            if (health := known.get(chain)) is None:
+                lines.append(f"chain {chain}: cannot tell: its checkpoint is missing")
+                continue
             verdict = health.verdict
-            worth = _worth_of(_probed([own.get(chain, [])]))
+            worth = together if rows else _worth_of(_probed([by_chain[chain]]))
             if health.is_healthy and worth < _ENOUGH_DRAWS:
                 least = f"about {_independent(worth)}, of at least {_ENOUGH_DRAWS:.0f}"
-                verdict = f"cannot tell yet: its {_PROBE} are worth {least}"
-            lines.append(f"  chain {chain}: {verdict}")
-        return "\n".join(lines)
+                verdict = f"cannot tell yet: {'the' if len(rows) > 1 else 'its'} {_PROBE} are worth {least}"
+            lines.append(f"chain {chain}: {verdict}")
+        if len(self._chains) > 1 and rows and self._has_one_start(self._chains):
+            lines.append(f"chains: {ONE_START}")
+        return lines
+
+    def _has_one_start(self, chains: Sequence[int]) -> bool:
+        """Whether these chains began at the same weights, or an older version did not write it down."""
+        starts = self.store.manifest.get("starts")
+        return starts is None or len({starts[c] for c in chains}) == 1
+
+    def _compared_records(self) -> list[list[Record]]:
+        """The draws of the chains that can be compared; none where chains of a scan have targets of their own."""
+        made = self.made
+        chains, places, _ = _compared(made, self._chains)
+        if self.store.manifest["configuration"].get("scan") and len(chains) > 1:
+            return []
+        return [[made[i] for i in own] for own in places]
 
     def _worth(self) -> str:
         """The smallest number of effective draws, of U where it is known and of the predictions, in words."""
-        made = self.made
-        chains, places, _ = _compared(made, self._chains)
-        if not chains or (self.store.manifest["configuration"].get("scan") and len(chains) > 1):
-            return ""  # chains of several targets are not draws of one
-        rows = [[made[i] for i in own] for own in places]
+        rows = self._compared_records()
+        if not rows:
+            return ""
         worth = {_PROBE: _worth_of(_probed(rows))}
         if self._knows_potential():
-            worth["U"] = _worth_of(_column([record for row in rows for record in row], "potential", len(chains)))
+            worth["U"] = _worth_of(_column([record for row in rows for record in row], "potential", len(rows)))
         known = {name: ess for name, ess in worth.items() if not math.isnan(ess)}
         if not known:
             return ""
@@ -284,7 +315,7 @@ class Posterior:
         return f", worth about {_independent(known[name])} ({name})"
 
     def _knows_potential(self) -> bool:
-        return all(saved["health"]["context"]["knows_potential"] for saved in self._saved())
+        return all(saved["health"]["context"]["knows_potential"] for saved in self._saved().values())
 
     def __repr__(self) -> str:
         chains = f"{self.num_chains} chain{'s' * (self.num_chains != 1)}"
@@ -382,7 +413,7 @@ class Posterior:
             >>> posterior.summary(torch.randn(7, 2)).grade
             'undecided'
         """
-        health = dict(zip(self._chains, self.health(), strict=False))
+        health = self._health()
         knows_potential = self._knows_potential()
         made = self.made
         chains, places, notes = _compared(made, self._chains)
@@ -392,26 +423,24 @@ class Posterior:
             for name, column in (("loss", "loss"), ("U", "potential"))
             if chains
         ]
+        probe = _probed([[made[i] for i in own] for own in places])
+        is_cut = 2 * len(self) < len(made)  # keep=k: the weights of the last draws only
+        if probe is not None and (inputs is None or is_cut):
+            series.append(Series(_PROBE, "outputs", probe))
         if len(self) > 0:
             if inputs is not None:
-                series.append(Series("predictions", "outputs", self._function_values(chains, inputs, **options)))
+                values = self._function_values(chains, inputs, **options)
+                why = "of the last draws only" if probe is not None and is_cut else ""
+                series.append(Series("predictions", "outputs", values, not why, why))
             series += self._layers(chains)
-        if inputs is None or len(self) == 0:
-            probe = _probed([[made[i] for i in own] for own in places])
-            if probe is not None:
-                series.insert(2, Series(_PROBE, "outputs", probe))
-            where = "" if probe is None else " elsewhere"
-            notes.append(
-                f"give `inputs` to compare what the chains predict{where}"
-                if len(self)
-                else "no draws were kept to predict with"
-            )
+        if len(self) == 0:
+            notes.append("no draws were kept to predict with")
+        elif inputs is None:
+            notes.append(f"give `inputs` to compare what the chains predict{'' if probe is None else ' elsewhere'}")
         manifest = self.store.manifest
         told = manifest.get("chains") or []
         seconds, num_gradients = (math.nan, math.nan) if self._is_part else self._costs(chains)
         differ_in = list(manifest["configuration"].get("scan", {})) if len(chains) > 1 else []
-        starts = manifest.get("starts")
-        one_start = starts is None or len({starts[c] for c in chains}) == 1
         if differ_in:  # each chain is looked at alone, and so is its price
             seconds, num_gradients = seconds / len(chains), num_gradients / len(chains)
         return summarize(
@@ -424,7 +453,7 @@ class Posterior:
             seconds=seconds,
             num_gradients=num_gradients,
             differ_in=differ_in,
-            one_start=one_start,
+            one_start=self._has_one_start(chains),
             notes=notes,
         )
 
@@ -558,10 +587,14 @@ def _stacked_settings(sampler: dict[str, Any], chain: int, model: nn.Module) -> 
         gather(sampler["settings"])
     if sampler["preconditioner"] is not None:
         trainable = [p for p in model.parameters() if p.requires_grad]
+        padding = padding_rows(model.modules())
+        held = {i: tuple(sorted(padding[id(p)])) for i, p in enumerate(trainable) if id(p) in padding}
         leaves = tuple(a.detach().cpu()[None] for a in sampler["preconditioner"])
-        packing = Packing(trainable, [0] * len(trainable))
-        if [x.numel() for x in packing.new()] == [x.numel() for x in leaves]:  # (parameter groups have leaves of their own)
-            found["preconditioner"] = [a.clone() for a in packing.views(leaves)]
+        packing = Packing(trainable, [0] * len(trainable), held)
+        if [x.numel() for x in packing.new()] == [x.numel() for x in leaves]:
+            found["preconditioner"] = [a.clone() for a in packing.whole(leaves, 1.0)]
+        else:  # parameter groups have leaves of their own; a step size is worth nothing without its preconditioner
+            found.pop("step_size", None)
     return found
 
 

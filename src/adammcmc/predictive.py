@@ -156,7 +156,7 @@ class Prediction:
         if self._log_density is not None and self.came_with(targets):
             return self._log_density
         if self.likelihood.has_classes or not isinstance(targets, Tensor):
-            raise ValueError("`log_density` is of regression, and needs `targets`.")
+            raise ValueError("`log_density` needs a regression model and its targets: predict((inputs, targets)).")
         if self.raw is None or self.raw_variances is None:
             raise ValueError(
                 "`log_density` needs the noise of the targets (the loss GaussianNLL) and the targets with the data, as "

@@ -8,6 +8,7 @@ a line, a ValueError that says what.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import zlib
@@ -41,7 +42,7 @@ FORMAT = 2
 MANIFEST = "run.json"
 Record = dict[str, Any]
 """One line of the index."""
-_MOST_BYTES = 64 << 20  # of run.json: ten thousand tensors take one million
+_MOST_BYTES = 8 << 20  # of run.json: ten thousand tensors take one million
 _LONGEST_LINE = 1 << 20
 
 
@@ -139,11 +140,11 @@ def _manifest_crc(manifest: dict[str, Any]) -> str:
 
 
 def _is_count(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 63
 
 
 def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf)
 
 
 def _is_dtype(value: Any) -> bool:
@@ -186,6 +187,7 @@ _PARTS: dict[str, dict[str, Callable[[Any], bool]]] = {
         "dtype": _is_dtype,
         "has_targets": _is_flag,
         "num_parts": lambda x: _is_count(x, 1),
+        "created": _is_text,
         "target": _is_text,
         "target_at_first": _is_text,
         "chains": lambda x: isinstance(x, list) and all(map(_is_settings, x)),
@@ -257,6 +259,8 @@ def read_good_lines(file: Path, chain: int, *, is_sealed: bool, has_files: bool)
         return found
     with open(descriptor, "rb") as lines:
         while line := lines.readline(_LONGEST_LINE):
+            if not line.endswith(b"\n"):
+                break  # unfinished, or of no index
             try:
                 record = _read_line(line, is_sealed)
                 check_record(record, chain, record.get("draw"), has_files)

@@ -84,7 +84,7 @@ class Resolution(NamedTuple):
             if "arithmetic" in self.reason
             else 'Return the losses of the examples, shape (batch,) (reduction="none"): they are summed in float64.'
         )
-        return f"{self.approximation}: the acceptance test decides on differences of a nat, and is wrong by as much. {remedy}"
+        return f"{self.approximation}: acceptance depends on differences of about a nat, so this error matters. {remedy}"
 
 
 def measure(

@@ -404,8 +404,8 @@ class _Loop(ABC):
         burn_in = self.run.burn_in
         if burn_in == 0 and self.sampler.is_adapting:
             raise ValueError(
-                "`burn_in` is 0, and the sampler finds its step size in burn-in: there would be nothing to sample with. Give "
-                "the sampler its `step_size`, or leave out `burn_in`."
+                "`burn_in` is 0, and the sampler finds its step size in burn-in. Give "
+                "the sampler a `step_size`, or leave out `burn_in`."
             )
         if isinstance(burn_in, int):
             return burn_in
@@ -852,8 +852,8 @@ def _note_machine(before: dict[str, Any], now: dict[str, Any], folder: Path) -> 
     differences = [f"{name} {old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]]
     if differences:
         warn(
-            f"the run in '{folder}' continues with other software or hardware ({', '.join(differences)}): what it draws from "
-            "here on is as valid, but not bit for bit what it would have drawn before."
+            f"the run in '{folder}' continues in another environment ({', '.join(differences)}): the draws from here on "
+            "are valid, but not bit for bit those of the original environment."
         )
         before.setdefault("resumed", []).append({key: now[key] for key in ("created", "versions", "machine")})
 

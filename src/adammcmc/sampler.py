@@ -236,7 +236,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         """At the first step: a loss of a batch that is the sum of the losses of its halves is no mean."""
         if self.num_steps > 0 or self.target.num_data == 1:
             return
-        if len({len(x) if x.dim() > 0 else 0 for x in _tensors(batch)}) != 1:
+        rows = {len(x) if x.dim() > 0 else 0 for x in _tensors(batch)}
+        if len(rows) != 1:
             return  # what is not one row an example cannot be halved
         grads = [p.grad for p in self._parameters()]
         with torch.enable_grad():  # for who calls backward in it
@@ -715,8 +716,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         """Refuse a scheduler while burn-in finds the step size."""
         if self.is_adapting and self._tunes_lr:
             raise ValueError(
-                "a scheduler would overwrite the step size that burn-in finds. Give the sampler its `step_size`, or leave out "
-                "the scheduler; in a loop of your own it can be made when `sampler.is_adapting` is False."
+                "a scheduler would overwrite the step size that burn-in finds. Give the sampler a `step_size`, or leave out "
+                "the scheduler; in your own loop, create it once `sampler.is_adapting` is False."
             )
 
     def unfreeze(self) -> None:

@@ -569,12 +569,13 @@ class Layers:
         if layers := [seen.name(m) for m in seen.batch_norms()]:
             raise PerExampleLossRequired(
                 f"the loss of a single example does not exist: {', '.join(layers)} uses the statistics of its batch. Set "
-                "batch_norm='frozen' in the sampler, or call model.eval()."
+                "batch_norm='frozen' in the sampler, or call model.eval(). In `sample` you can also leave out the batch size: "
+                "on all data, batch statistics are exact."
             )
         if seen.dropouts() or seen.draws_numbers:
             layers = [seen.name(m) for m in seen.dropouts()]
             raise StochasticClosure(
-                "the acceptance test remembers the losses of the examples, so they must be a function of the weights, but the "
+                "the acceptance test stores per-example losses, so they must be a function of the weights alone, but the "
                 f"loss draws random numbers{': ' + ', '.join(layers) if layers else ''}. Call model.eval()."
             )
         if halves is not None and not torch.allclose(losses, halves, rtol=1e-3, atol=1e-5, equal_nan=True):

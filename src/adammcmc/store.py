@@ -25,6 +25,7 @@ import re
 import shutil
 import stat
 import weakref
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -306,7 +307,12 @@ class FolderStore(Store):
                     raise StoreCorrupt(f"'{file}' is damaged: its checksum is not the one in the index. {remedy}.")
             self._verified.add(str(file))
             with safe_open(file, framework="pt") as content:
-                return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118  (no dictionary)
+                names = list(content.keys())
+                shapes = {name: list(content.get_slice(name).get_shape()) for name in names}
+                right = {name: list(shape) for name, (_, shape) in self.manifest["model"]["tensors"].items()}
+                if right and shapes != right:  # before anything is read: a file may claim tensors of any size
+                    raise StoreCorrupt(f"'{file}' is not of this network: run.json names other tensors. {remedy}.")
+                return {name: content.get_tensor(name) for name in names}
         except StoreCorrupt:
             raise
         except (OSError, SafetensorError, RuntimeError) as error:  # torch maps the file once more, and has errors of its own
@@ -318,31 +324,41 @@ class FolderStore(Store):
     # --- the checkpoints ----------------------------------------------------------------------------------------
 
     def save(self, chain: int | None, state: dict[str, Any]) -> None:
-        text, tensors = encode(state)
+        folder = self.path if chain is None else self._folder(chain)
+        text, tensors = encode({**state, "of": self._owner(folder)} if self.is_sealed else state)
         # how many draws it counts on stands by itself too, so that a reader need not read all of it to know
         own = {"num_draws": str(state.get("num_draws", 0)), "state": text}
         metadata = own if self.is_sealed else {"format": "1", "state": text}
         parts = safetensors_parts(tensors, metadata, is_sealed=self.is_sealed)
-        folder = self.path if chain is None else self._folder(chain)
         self._write_whole(folder / CHECKPOINT, parts, keep_as=folder / PREVIOUS)
         for one in self._index if chain is None else [chain]:
             self._drop_old(one)  # only now: the checkpoint that is gone needed them
 
     def saved(self, chain: int | None) -> dict[str, Any] | None:
         """What was saved last, or, with a warning, what was saved before it, if it is damaged."""
-        problems = []
+        if (chain is None) != self.is_stacked:
+            return None
+        chains = sorted(self._index) if chain is None else [chain]
+        problems, is_damaged = [], False
         for file in self._checkpoints(chain):
             try:
                 state = self.read_checkpoint(file)
             except StoreCorrupt as error:
                 problems.append(str(error))
+                is_damaged = True
                 continue
-            if state is not None:
-                if problems:
-                    warn(f"{problems[0]} The one before it is used.")
-                return state
-        if problems:
+            if state is None:
+                problems.append(f"the checkpoint '{file}' is missing.")
+                continue
+            if problems:
+                warn(f"{problems[0]} The one before it is used.")
+            elif (most := max(map(self.num_draws, chains), default=0)) > state["num_draws"]:
+                warn(f"the checkpoint '{file}' is of draw {state['num_draws']} of {most}: so are health and moments.")
+            return state
+        if is_damaged:
             raise StoreCorrupt(problems[0])
+        if any(map(self.num_draws, chains)):
+            warn(f"{problems[0]} Health and moments are unknown.")
         return None
 
     def restore(self, key: int | None, chains: Sequence[int]) -> dict[str, Any] | None:
@@ -368,8 +384,15 @@ class FolderStore(Store):
                 self.rewind(chain, state["num_draws"])
             return state
         if problems:
-            raise StoreCorrupt(f"{problems[0]} `adammcmc check {self.path} --repair` makes of it what can be made.")
+            raise StoreCorrupt(f"{problems[0]} `adammcmc check {self.path} --repair` recovers what it can.")
         return None
+
+    def _owner(self, folder: Path) -> str:
+        """Which run and which chain a checkpoint in this folder is of: a file of another must not pass for it."""
+        configuration = {key: value for key, value in self.manifest["configuration"].items() if key != "num_draws"}
+        made_from = [configuration, self.manifest["data"]["fingerprint"], self.manifest.get("starts")]
+        identity = zlib.crc32(json.dumps(made_from, sort_keys=True).encode())
+        return f"run {identity:08x}, {'all chains' if folder == self.path else folder.name}"
 
     def _checkpoints(self, key: int | None) -> tuple[Path, Path]:
         """The newest and the one before."""
@@ -386,6 +409,8 @@ class FolderStore(Store):
                 raise ValueError("it holds no state of a chain")
             if not (isinstance(count := state.get("num_draws"), int) and count >= 0):
                 raise ValueError(f"it has num_draws = {count!r}")
+            if (owner := state.pop("of", None)) != self._owner(file.parent) and self.is_sealed:
+                raise ValueError(f"it is of {str(owner)[:80]}, and not of this chain of this run")
         except (OSError, ValueError) as error:
             raise StoreCorrupt(f"the checkpoint '{file}' cannot be read: {error}. The draws are not affected.") from error
         return state
@@ -471,6 +496,8 @@ class FolderStore(Store):
             is_dropping = isinstance(self.manifest["keep"], int) and not writes
             if not (is_dropping and any(words.endswith("is missing") for words in self._left_out.values())):
                 break
+        if not writes and (missing := self.missing_chains()):
+            warn(f"{', '.join(missing[:3])}{' ...' * (len(missing) > 3)} missing in '{self.path}': the other chains are used.")
         for chain, count in counts.items():
             if self.num_draws(chain) < count:
                 warn(
@@ -484,6 +511,16 @@ class FolderStore(Store):
                 f"{'; '.join(problems[:3])}{more}: left out, the other draws are used. "
                 f"`adammcmc check {self.path} --repair` sets aside what is damaged.",
             )
+
+    def missing_chains(self) -> list[str]:
+        """Folders of chains that should be there. (Those of a stack come with its first draw.)"""
+        number = self.manifest["configuration"]["num_chains"]
+        if self.is_stacked and not self._index:
+            with suppress(StoreCorrupt):
+                states = [self.read_checkpoint(file) for file in self._checkpoints(None)]
+                if not any(state["num_draws"] for state in states if state is not None):
+                    return []
+        return [f"chain-{chain}" for chain in range(number) if chain not in self._index]
 
     def _counted_draws(self) -> dict[int, int]:
         """How many draws the newest checkpoint of each chain counts on, by its header; 0 where that says nothing."""

@@ -22,7 +22,7 @@ from adammcmc.diagnostics import ess_bulk, ess_tail, mcse_mean, rhat, rhat_by_ch
 from adammcmc.encoding import strict_json
 from adammcmc.health import GRAVITY, Finding, Grade, Health, grade_of
 
-__all__ = ["Row", "Series", "Summary", "layers_of", "probe_layers", "summarize"]
+__all__ = ["ONE_START", "Row", "Series", "Summary", "layers_of", "probe_layers", "summarize"]
 
 _MIXED, _NEARLY_MIXED, _APART, _FAR_APART = 1.01, 1.05, 1.1, 1.5
 _FEW_DRAWS = 20.0  # of a chain: with fewer, R-hat of chains that agree may be anything
@@ -32,10 +32,11 @@ _FEW_EXAMPLES = 5.0
 _MOST_LAYERS = 12  # that are printed
 
 
-_ONE_START = (
-    "all chains started at the same weights: agreement of chains from one start cannot reveal another mode; pass `initial=` "
-    "with other trained networks"
+ONE_START = (
+    "all chains started at the same weights: agreement of chains from one start cannot reveal another mode; start them from "
+    "different trained networks (`initial=` of `sample`)"
 )
+"""What makes agreement worth little."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ def summarize(
     findings = [*_of_chains(health), *_of_temperatures(temperatures, num_data)]
     findings += _of_series(chains, num_draws, series, rows, differ_in)
     if one_start and len(chains) > 1 and not differ_in:
-        findings.append(Finding("one start", _ONE_START))
+        findings.append(Finding("one start", ONE_START))
     # a stuck chain says so itself, and its draws need not say it again
     once = [f for i, f in enumerate(findings) if f.kind != "stuck" or all(g.kind != "stuck" for g in findings[:i])]
     ordered = sorted(once, key=lambda finding: GRAVITY.get(finding.kind, len(GRAVITY)))
@@ -343,7 +344,7 @@ def _of_series(
     if len(chains) == 1:
         found.append(Finding("one chain", "one chain only: whether another one would agree cannot be told"))
     elif differ_in:
-        says = f"chains differ in {', '.join(differ_in)}: each was looked at alone, and whether they agree was not asked"
+        says = f"chains differ in {', '.join(differ_in)}: each was judged alone, and agreement between them was not tested"
         found.append(Finding("one chain", says))
     elif apart := [(s, row) for s, row in moving if row.verdict in ("chains disagree", "not mixed")]:
         found.append(_disagreement(chains, *max(apart, key=lambda pair: (pair[1].verdict == "chains disagree", pair[1].rhat))))
@@ -365,7 +366,7 @@ def _disagreement(chains: Sequence[int], series: Series, row: Row) -> Finding:
         without = {c: _largest(rhat(values[[j for j in range(len(chains)) if j != i]])) for i, c in enumerate(chains)}
         chain, rest = min(without.items(), key=lambda item: item[1])
         odd = f"; chain {chain} stands apart from the others" if rest - 1 < (row.rhat - 1) / 3 else ""
-    says = f"chains disagree: R-hat of {row.name} is {row.rhat:.2f}{odd}. They have not met, and may never meet"
+    says = f"chains disagree: R-hat of {row.name} is {row.rhat:.2f}{odd}. They have not mixed, and may never mix"
     return Finding("chains disagree", says)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import glob
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +33,9 @@ def whole(path: Path) -> Iterator[Path]:
         >>> with whole(Path("/tmp/numbers.txt")) as file:
         ...     _ = file.write_text("1 2 3")
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
+    # a name that nobody can foresee, and a file of our own: what stands there is not written through
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{path.suffix}")
+    os.close(open_new(temporary))
     try:
         yield temporary
         with temporary.open("rb") as written:

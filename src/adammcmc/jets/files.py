@@ -124,6 +124,9 @@ def jet_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
             found.append(path)
     if not found:
         raise FileNotFoundError("no file of jets was given.")
+    for path in found:
+        if not path.is_file():
+            raise JetFileError(f"'{path}' is a pipe, a device or a folder, and must be a plain file.")
     return found
 
 

@@ -113,6 +113,8 @@ def write_report(
         address=urllib.parse.quote(folder.name),
         version=manifest["versions"]["adammcmc"],
     )
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):  # it would write, and delete, elsewhere
+        raise ValueError(f"'{folder}' must be a plain folder, or not exist yet: the figures of the report go there.")
     folder.mkdir(exist_ok=True)
     drawings = {drawing.name: drawing.file for section in sections for drawing in section.drawings}
     assert drawings.keys() <= set(figures.NAMES)
