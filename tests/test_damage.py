@@ -116,3 +116,55 @@ def test_runs_of_format_1_open_and_go_on_as_such(runs: dict[str, tuple[Path, Any
     assert len(store.kept()) == 4
     for a, b in zip(store.kept(), right.kept(), strict=True):
         assert killing.same(store.load(a), right.load(b))
+
+
+def exchange(folder: Path, runs: dict[str, tuple[Path, Any]], how: str) -> None:
+    """The checkpoints of a run with two chains in each other's places, or that of a run with another seed."""
+    names = [folder / f"chain-{chain}" / "checkpoint.safetensors" for chain in (0, 1)]
+    first, second = (name.read_bytes() for name in names)
+    if how == "another run":
+        damage.run(folder.parent / "other", "two chains", seed=3)
+        second = (folder.parent / "other" / "chain-0" / "checkpoint.safetensors").read_bytes()
+    names[0].write_bytes(second)
+    if how == "exchanged":
+        names[1].write_bytes(first)
+
+
+@pytest.mark.parametrize("how", ["exchanged", "copied", "another run"])
+def test_a_checkpoint_of_another_chain_or_run_is_not_taken(how: str, runs: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    shutil.copytree(runs["two chains"][0], tmp_path / "run")
+    exchange(tmp_path / "run", runs, how)
+    assert "not of this chain of this run" in str(adammcmc.check_run(tmp_path / "run"))
+    with pytest.warns(UserWarning, match="not of this chain of this run.*goes on from the checkpoint before it"):
+        damage.run(tmp_path / "run", "two chains")
+    assert killing.same(damage.content(tmp_path / "run"), runs["two chains"][1])
+
+
+@pytest.mark.parametrize("kind", ["two chains", "stacked"])
+def test_a_missing_chain_is_named(kind: str, runs: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    shutil.copytree(runs[kind][0], tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "chain-0")
+    assert "chain-0' is missing" in str(adammcmc.check_run(tmp_path / "run"))
+    with pytest.warns(UserWarning, match="chain-0 missing in .*: the other chains are used"):
+        posterior = adammcmc.Posterior.open(tmp_path / "run", nn.Linear(3, 2))
+    assert {record["chain"] for record in posterior.index} == {1}
+    if kind == "two chains":  # (a stack has one checkpoint for all)
+        assert posterior.verdicts()[0] == "chain 0: cannot tell: its checkpoint is missing"
+        assert posterior.verdicts()[1].startswith("chain 1: cannot tell yet")
+
+
+@pytest.mark.parametrize("how", ["missing", "behind", "both missing"])
+def test_a_checkpoint_that_is_missing_or_behind_is_named(how: str, runs: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    shutil.copytree(runs["draws"][0], tmp_path / "run")
+    newest, previous = (tmp_path / "run" / "chain-0" / name for name in ("checkpoint.safetensors", PREVIOUS))
+    if how == "behind":
+        shutil.copy(previous, newest)
+    else:
+        newest.unlink()
+        if how == "both missing":
+            previous.unlink()
+        assert not adammcmc.check_run(tmp_path / "run").is_sound
+    posterior = adammcmc.Posterior.open(tmp_path / "run", nn.Linear(3, 2))
+    words = {"missing": "is missing. The one before", "behind": "is of draw 3 of 4", "both missing": "moments are unknown"}
+    with pytest.warns(UserWarning, match=words[how]):
+        posterior.health()

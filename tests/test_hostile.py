@@ -155,6 +155,21 @@ def unsealed(run: Path) -> None:
 
 
 DRAW, DEEP = "chain-0/draw-000002.safetensors", "[" * 100_000 + "]" * 100_000
+
+
+def other_draw(run: Path) -> None:
+    """Of another network, with valid checksums; what it claims must not be read."""
+    index = run / "chain-0" / "index.jsonl"
+    lines = [json.loads(line) for line in index.read_text().splitlines()]
+    for line in lines:
+        line.pop("line_crc32", None)
+        with suppress(FileNotFoundError), open(run / "chain-0" / line["file"], "r+b", buffering=0) as file:
+            file.truncate(0)
+            size, crc = write_parts(file, safetensors_parts({"weight": torch.zeros(900)}, {}, is_sealed=True))
+            line.update({"bytes": size, "crc32": crc})
+    index.write_bytes(b"".join(line_of(line, is_sealed=True) for line in lines))
+
+
 HOSTILE: dict[str, Callable[[Path], Any]] = {
     "file: absolute": records(file="/tmp/victim"),
     "file: above": records(file="../../victim"),
@@ -226,6 +241,8 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
     "checkpoint: no such tensor": raw_state('{"tensor": "b"}'),
     "checkpoint: unhashable": raw_state('{"dict": [[[], 1]]}'),
     "a chain too many": lambda p: shutil.copytree(p / "chain-0", p / "chain-1"),
+    "a draw of another size": other_draw,
+    "an index of zeros without an end": lambda p: os.truncate(p / "chain-0" / "index.jsonl", 1 << 31),
 }
 UNSEEN = ("index is a hard link", "the next draw is a link")
 """Not followed, and replaced by a plain file: nobody needs to hear of it. So it is with temporary files."""

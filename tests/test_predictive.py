@@ -390,9 +390,10 @@ def short_run(model: nn.Module, loss: Any = F.cross_entropy, **options: Any) -> 
 def test_a_draw_carries_its_predictions_at_training_inputs(stacked: bool) -> None:
     p = short_run(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).eval(), batch_size=None,
                   num_chains=2, stacked=stacked)  # fmt: skip
-    raw = p.predict(X[:8], raw=True).raw
+    spread = slice(0, len(X) // 16 * 16, len(X) // 16)  # over all of the batch
+    raw = p.predict(X[spread], raw=True).raw
     assert raw is not None
-    thinned = raw.flatten(1)[:, torch.linspace(0, 23, 16).round().long()]
+    thinned = raw.flatten(1)[:, torch.linspace(0, 47, 16).round().long()]
     torch.testing.assert_close(torch.tensor([r["probe"] for r in p.index]), thinned, rtol=2e-5, atol=1e-6)
 
 
@@ -417,7 +418,8 @@ def test_a_loss_of_model_and_batch_is_probed_by_its_losses() -> None:
     model = nn.Linear(4, 3)
     p = short_run(model, of_examples, batch_size=None)
     model.load_state_dict(p[3])
-    wanted = of_examples(model, (X[:8], Y[:8])).detach()
+    spread = slice(0, len(X) // 16 * 16, len(X) // 16)  # over all of the batch
+    wanted = of_examples(model, (X[spread], Y[spread])).detach()
     torch.testing.assert_close(torch.tensor(p.index[3]["probe"]), wanted, rtol=2e-5, atol=1e-6)
     means = short_run(nn.Linear(4, 3), lambda model, batch: of_examples(model, batch).mean())
     assert "probe" not in means.index[0]
@@ -425,6 +427,7 @@ def test_a_loss_of_model_and_batch_is_probed_by_its_losses() -> None:
 
 def test_a_model_that_steers_by_its_values_is_probed_draw_by_draw() -> None:
     model = Steered()
-    probe = predictive.Probe(model, (X, Y), Loss(F.cross_entropy), Likelihood("categorical"))
+    probe = predictive.Probe.make(model, (X, Y), Loss(F.cross_entropy), Likelihood("categorical"))
+    assert probe is not None
     stacked = {name: torch.stack([x, 2 * x]) for name, x in model.state_dict().items()}
     assert probe.stacked(stacked) == [probe({name: x[c] for name, x in stacked.items()}) for c in range(2)]

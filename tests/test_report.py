@@ -374,6 +374,16 @@ def test_figures_of_an_earlier_report_do_not_stay(well: tuple[Path, Posterior], 
     assert sorted(p.stem for p in folder.iterdir()) == ["acceptance", "loss", "mine", "potential"]
 
 
+def test_figures_are_not_written_through_a_link(well: tuple[Path, Posterior], tmp_path: Path) -> None:
+    """Those of an earlier report would be deleted there, too."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "spread.svg").write_text("of the user")
+    (tmp_path / "report_figures").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="report_figures' must be a plain folder"):
+        well[1].report(tmp_path / "report.html", progress=False)
+    assert [p.name for p in (tmp_path / "elsewhere").iterdir()] == ["spread.svg"]
+
+
 def test_one_example_and_one_chain_are_one(tmp_path: Path) -> None:
     posterior = sampled(num_chains=1, num_draws=4)
     words = Page(posterior.report(tmp_path / "one.html", points(1, seed=1), progress=False).read_text()).words

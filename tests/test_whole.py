@@ -24,6 +24,16 @@ def test_what_fails_on_the_way_changes_nothing(tmp_path: Path) -> None:
     assert path.read_text() == "1 2 3"
 
 
+def test_the_temporary_name_is_a_new_file_of_its_own(tmp_path: Path) -> None:
+    """Nothing that stands there beforehand is written through."""
+    with whole(tmp_path / "a.txt") as one, whole(tmp_path / "a.txt") as other:
+        assert one != other
+        assert one.is_file()
+        assert not one.is_symlink()
+        one.write_text("1")
+        other.write_text("2")
+
+
 def test_what_killed_processes_left_is_cleared_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / ".a[1]-0.json"
     left = [tmp_path / f".{path.name}.{pid}.json" for pid in (7, 12345)]

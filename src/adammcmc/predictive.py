@@ -10,7 +10,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ _CHUNK_BYTES = 64 << 20  # predictions of all draws for one chunk of examples
 _GROUP_BYTES = 64 << 20  # weights of the draws in one forward
 _FORWARD_BYTES = 64 << 20  # what the layers of one forward return
 _MOST_ROWS = 1 << 16
-_PROBED_EXAMPLES, _PROBED_NUMBERS = 8, 16
+_PROBED = 16  # examples, and numbers
 _CACHE_BYTES = 256 << 20  # weights of all draws, if they are to stay in memory between chunks
 
 _LOCK = threading.RLock()  # a draw's weights stand in the model while it is asked: one thread at a time
@@ -371,8 +371,8 @@ class Probe:
     evaluates the tensors of a draw, in evaluation mode, and leaves weights, buffers, modes and random numbers as they are.
     """
 
-    def __init__(self, model: nn.Module, batch: Batch, loss: Loss, likelihood: Likelihood) -> None:
-        self._model, self._batch = model, part_of(batch, slice(_PROBED_EXAMPLES))
+    def __init__(self, model: nn.Module, batch: Batch, examples: slice, loss: Loss, likelihood: Likelihood) -> None:
+        self._model, self._batch = model, part_of(batch, examples)
         takes_model = loss.takes_model(batch)
         rows = num_rows(self._batch)
 
@@ -381,7 +381,7 @@ class Probe:
             if found.dim() == 0 or len(found) != rows:
                 raise ValueError("there is no number for each example.")
             flat = found.flatten()
-            number = min(len(flat), _PROBED_NUMBERS)
+            number = min(len(flat), _PROBED)
             return flat[torch.linspace(0, len(flat) - 1, number, device=flat.device).round().long()]
 
         self._call = _Call(model, values)
@@ -390,12 +390,14 @@ class Probe:
     @classmethod
     def make(cls, model: nn.Module, batch: Batch, loss: Loss, likelihood: Likelihood) -> Probe | None:
         """None for a model whose predictions cannot be had in this way: a run must not depend on it."""
-        try:
-            probe = cls(model, batch, loss, likelihood)
-            probe({name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)})
-        except Exception:
-            return None
-        return probe
+        step = max(1, num_rows(batch) // _PROBED)
+        # spread over the batch; jets of different lengths can only be cut in one piece
+        for examples in (slice(0, step * _PROBED, step), slice(_PROBED)):
+            with suppress(Exception):
+                probe = cls(model, batch, examples, loss, likelihood)
+                probe({name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)})
+                return probe
+        return None
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> list[float]:
         """Of one draw, by the names of `model.state_dict()`; six digits of each number."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -542,3 +543,11 @@ def test_particles_of_a_file_are_ordered_by_pt(tmp_path: Path) -> None:
     wanted = jets_from_p4(JETS.p4().float(), JETS.kind)
     assert torch.equal(jets.counts, wanted.counts)
     assert torch.allclose(jets.particles[:, 0], wanted.particles[:, 0])
+
+
+def test_a_pipe_is_no_file_of_jets(tmp_path: Path) -> None:
+    """Opening it would wait for ever."""
+    os.mkfifo(tmp_path / "jets.h5")
+    for path in (tmp_path / "jets.h5", tmp_path):
+        with pytest.raises(JetFileError, match=r"jets\.h5' is a pipe, a device or a folder"):
+            read_jets(path)
