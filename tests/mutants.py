@@ -472,8 +472,22 @@ MUTANTS = [
     Mutant(
         "divergence waits for effective draws",
         "health.py",
-        "if diverged is not None and not (is_stuck and (is_exact or is_still)):",
+        "if diverged is not None and not (is_stuck and (is_exact or is_still) and not overflows):",
         "if diverged is not None and draws >= _ENOUGH_DRAWS:",
+        "tests/test_health_verdicts.py",
+    ),
+    Mutant(
+        "a runaway downhill passes",
+        "health.py",
+        "for sign in (1, -1):",
+        "for sign in (1,):",
+        "tests/test_health_verdicts.py",
+    ),
+    Mutant(
+        "a temperature is taken from gradients in reduced precision",
+        "sampler.py",
+        "if self._layers.reduced or id(p) in scaled_away]",
+        "if id(p) in scaled_away]",
         "tests/test_health_verdicts.py",
     ),
     Mutant(

@@ -24,6 +24,7 @@ from adammcmc import (
     Sampler,
     TensorExamples,
     Underdamped,
+    UniformBox,
     sample,
 )
 from adammcmc.report import write_report
@@ -77,6 +78,37 @@ def test_divergence_on_batches_is_seen_in_u_alone() -> None:
     for _ in range(130):  # the level at which the chain started outlives the end of burn-in
         sampler.step(image_loss(model, torch.randint(60, (20,), generator=rows)))
     assert kinds(sampler.health()) == ["diverged"]
+
+
+@pytest.mark.parametrize("step_size", [0.005, 0.02])
+def test_a_runaway_downhill_has_diverged(step_size: float) -> None:
+    """The sign of the loss is wrong: U falls without end until it overflows, and theta . grad U is far below zero."""
+    torch.manual_seed(0)
+    x = torch.randn(200, 5)
+    y = torch.sin(x[:, :1])
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1))
+    options: dict[str, Any] = {"num_data": 200, "prior": Gaussian(), "fixed_data": True, "acceptance": AlwaysAccept()}
+    sampler = Underdamped(model.parameters(), step_size, generator=seeded(), **options)
+    health = run(sampler, lambda: -(model(x) - y).square()[:, 0], 400)
+    assert health.temperature < -1e6
+    assert kinds(health) == ["diverged"], health.verdict
+    assert "below zero the weights run away downhill" in health.verdict
+    sampler.reset_health()
+    health = run(sampler, lambda: -(model(x) - y).square()[:, 0], 200)
+    assert health.rejected_not_finite == 1
+    assert kinds(health) == ["diverged"], health.verdict  # it stands still, because U overflows wherever it goes
+
+
+@pytest.mark.parametrize("acceptance", [None, AlwaysAccept()])
+def test_a_slow_descent_with_a_temperature_below_zero_has_not_diverged(acceptance: Any) -> None:
+    """Many data, few weights that are too small, short steps: theta . grad U / P is near -10,000, and U falls all along."""
+    p = nn.Parameter(torch.full((10,), 0.1))
+    options: dict[str, Any] = {"num_data": 100_000, "prior": Gaussian(), "fixed_data": True, "generator": seeded()}
+    sampler = MALA([p], 1e-9, **options, **({} if acceptance is None else {"acceptance": acceptance}))
+    health = run(sampler, lambda: 0.5 * (p - 1).square().sum(), 400)
+    assert health.temperature < -1000
+    assert "diverged" not in kinds(health), health.verdict
+    assert "U still falls" in health.verdict
 
 
 def test_a_chain_that_stays_far_too_hot_has_diverged() -> None:
@@ -187,6 +219,38 @@ def test_a_frozen_chain_of_a_stack_is_stuck() -> None:
         )  # fmt: skip
     assert [health.grade == "sick" for health in posterior.health()] == [chain == 5 for chain in range(12)]
     assert kinds(posterior.health()[5]) == ["stuck"]
+
+
+@pytest.mark.parametrize("prior", [Gaussian(), UniformBox(-5.0, 5.0)])
+def test_a_chain_whose_proposals_are_not_finite_is_told_from_one_at_the_edge_of_its_prior(prior: Any) -> None:
+    """A Gaussian has no edge."""
+    p = free(20)
+    sampler = MALA([p], 1.0, num_data=1, prior=prior, fixed_data=True, generator=seeded())
+    start = p.detach().clone()
+    health = run(sampler, lambda: torch.where((p == start).all(), 0.0 * p.sum(), torch.inf), 220)
+    assert kinds(health) == ["stuck"]
+    assert ("outside of the prior" in health.verdict) == (not isinstance(prior, Gaussian))
+    assert ("U of nearly all proposals is not finite" in health.verdict) == isinstance(prior, Gaussian)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_in_reduced_precision_there_is_no_temperature_and_a_coarse_u_is_named(stacked: bool) -> None:
+    """The gradient is noise of its own there, and the decisions are wrong by as much as U is rounded."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(batch[0])
+        return F.cross_entropy(outputs.float(), batch[1])
+
+    options: dict[str, Any] = {"num_draws": 22, "gap": 10, "progress": False, "num_chains": 2, "stacked": stacked, "burn_in": 0}
+    sampler = partial(Underdamped, step_size=1e-4, prior=Gaussian(), inverse_temperature=1000.0)
+    with pytest.warns(UserWarning, match="U is known to about"):
+        posterior = sample(network(), (X, Y), loss, sampler=sampler, **options)
+    for health in posterior.health():
+        assert torch.tensor(health.temperature).isnan()
+        assert "diverged" not in kinds(health)
+        assert "untested: U is known to about" in health.verdict
+        assert "(bfloat16 arithmetic in the loss)" in health.verdict
 
 
 # --- healthy --------------------------------------------------------------------------------------------------------

@@ -187,9 +187,10 @@ def test_chains_from_one_start_are_not_called_sound(sound: Posterior) -> None:
 def test_predictions_at_training_inputs_are_judged_without_inputs(sound: Posterior) -> None:
     rows = {row.name: row for row in sound.summary().rows}
     row = rows["predictions at training inputs"]
-    values = sound.predict(X[:8], raw=True).raw
+    spread = X[: len(X) // 16 * 16 : len(X) // 16]
+    values = sound.predict(spread, raw=True).raw
     assert values is not None
-    values = values.flatten(1).reshape(4, 250, 16).double()
+    values = values.flatten(1)[:, torch.linspace(0, values[0].numel() - 1, 16).round().long()].reshape(4, 250, 16).double()
     assert row.is_judged
     assert row.count == 16
     assert row.ess_bulk == pytest.approx(float(diagnostics.ess_bulk(values).min()), rel=0.02)  # six digits were written down

@@ -8,9 +8,9 @@ Each self-test has conditions under which it is valid, and only valid ones speak
 - *Noise of the log ratio*: a plain minibatch test with noise s samples at about beta_eff(s) times the inverse temperature,
   beta_eff = 2 w / (1/2 + w), w = exp(s^2 / 2) Phi(-s).
 - The loss has a say: the standard deviation of lambda * (change of the loss) is not far below 1.
-- *Divergence*: a temperature above 10 (of an exact chain 100) that does not come down, or, for an approximate kernel, U above
-  its start by more than 5 P + 50; a chain that leaves an optimum climbs by P / 2. This needs no effective draws, and speaks
-  before everything else.
+- *Divergence*: a temperature above 10 or below -10 (of an exact chain 100) that does not recover, or, for an approximate
+  kernel, U above its start by more than 5 P + 50; a chain that leaves an optimum climbs by P / 2. Below zero the weights run
+  away downhill: U has no lower bound. This needs no effective draws, and speaks before everything else.
 
 Errors come from batch means: the run in up to 64 stretches of equal length. A number whose stretches are still correlated has
 not settled, and is not judged. Effective draws of U are those of `diagnostics.ess_bulk`, from the means of up to 512 stretches.
@@ -71,6 +71,7 @@ _STRETCHES = 512  # of the trace of U
 _ENOUGH_STEPS = 200
 _ENOUGH_DRAWS = 30  # effective ones, of U
 _FAR_TOO_HOT = 10.0  # configurational temperature; ten times that for an exact chain, which may be on its way
+_ABSURD = 1e6  # below zero, no start that is merely bad has so much
 _SERIES = (
     "accepted",
     "rate",
@@ -405,6 +406,7 @@ class Monitor:
         is_plain: bool = True,
         complaints: Sequence[str] = (),
         burn_in: str | None = None,
+        coarse: str | None = None,
     ) -> Health:
         """The numbers and what they mean.
 
@@ -418,6 +420,7 @@ class Monitor:
             is_plain: whether the test is log uniform < Y; others do not accept with 2 P(Y > 0), and allow for the noise of Y.
             complaints: of the acceptance test itself.
             burn_in: what burn-in did not reach.
+            coarse: to how many nats U is known, where those are many.
         """
         self._settle()
         batches = self._steps.means()
@@ -457,9 +460,10 @@ class Monitor:
             find("adapting", "the settings still adapt: these are not draws yet")
         is_still = len(batches) >= 4 and mean["accepted"] == 0
         is_stuck = mean["accepted"] < 0.01 and (self.num_steps >= _ENOUGH_STEPS or is_still)
+        overflows = share > 0.9 and not has_edge
         heat = 1 / beta if beta > 0 else 1.0
         diverged = self._divergence(column["potential"], kept, trend, heat, is_exact, knows_potential)
-        if diverged is not None and not (is_stuck and (is_exact or is_still)):  # (held by its test, wherever it stands)
+        if diverged is not None and not (is_stuck and (is_exact or is_still) and not overflows):  # (held by its test)
             remedy = "shorten the step, or take larger batches or FullData()"
             if is_exact:
                 remedy = "start from trained weights, and check the prior and the scale of the loss"
@@ -468,7 +472,11 @@ class Monitor:
             lost = f", {share:.0%} of the proposals are not finite" if share > 0.1 and not has_edge else ""
             find("diverged", f"diverged: {diverged}{lost}; {remedy}")
         elif is_stuck:
-            why = "nearly all proposals fell outside of the prior" if share > 0.9 else "lower the noise (or the step)"
+            why = "lower the noise (or the step)"
+            if share > 0.9:
+                why = (
+                    "nearly all proposals fell outside of the prior" if has_edge else "U of nearly all proposals is not finite"
+                )
             find("stuck", f"stuck: {mean['accepted']:.1%} of the proposals were accepted; {why}")
         elif self.num_steps < _ENOUGH_STEPS:
             find("cannot tell", f"cannot tell yet: {self.num_steps} steps of at least {_ENOUGH_STEPS}")
@@ -500,7 +508,7 @@ class Monitor:
                 find("cannot tell", f"cannot tell yet: {few}" + (f"; {trend.says}" if trend.is_real else ""))
             elif trend.is_real:
                 find("cannot tell", f"cannot tell yet: {trend.says}")
-            elif is_exact and (hot := self._runaway_heat(kept, trend, is_exact, knows_potential)) > 3:
+            elif is_exact and abs(hot := self._runaway_heat(kept, trend, is_exact, knows_potential)) > 3:
                 find(
                     "cannot tell",
                     f"cannot tell yet: the weights have not mixed, configurational temperature {hot:.3g} (1 at rest)",
@@ -509,6 +517,9 @@ class Monitor:
                 find("cannot tell", f"cannot tell yet: U was only estimated, and {self.num_steps} steps are few to judge by")
             else:
                 self._judge_temperature(find, kept, total, layers, is_exact)
+            if not findings and abs(total.value) > _FAR_TOO_HOT:
+                off = f"configurational temperature {total.value:.3g} (1 at rest)"
+                find("cannot tell", f"cannot tell yet: the weights have not mixed, {off}")
             if not findings and not is_exact and not (is_known and noise == 0):
                 known = f"acceptance {mean['rate']:.2f}"
                 if math.isfinite(total.error):
@@ -518,6 +529,8 @@ class Monitor:
                     "untested: the kernel is approximate, and its bias cannot be tested where the ratio is only estimated "
                     f"({known})",
                 )
+            if coarse is not None:  # the self-tests compare values of U, and see no bias below that
+                find("untested", f"untested: {coarse}")
         is_at_rest = knows_potential and draws >= _ENOUGH_DRAWS and not trend.is_real and diverged is None
         if burn_in is not None and not is_adapting and not is_at_rest:
             find("burn-in", burn_in)
@@ -548,8 +561,12 @@ class Monitor:
             return "U is not finite"
         found = []
         hot = self._runaway_heat(kept, trend, is_exact, knows_potential)
-        if hot > _FAR_TOO_HOT * heat * (10 if is_exact else 1):
+        bar = _FAR_TOO_HOT * (10 if is_exact else 1)
+        if hot > bar * heat:
             found.append(f"configurational temperature {hot:.3g} (1 at rest)")
+        elif hot < -bar:  # noise heats, and explains nothing of this
+            why = "below zero the weights run away downhill, as where a loss of the wrong sign has no lower bound"
+            found.append(f"configurational temperature {hot:.3g} (1 at rest; {why})")
         size = sum(self.sizes)
         if self._start is not None and size > 0 and not is_exact and len(potential) > 1:
             level, square = (self._start.cpu() / _BLOCK).tolist()
@@ -560,9 +577,9 @@ class Monitor:
         return " and ".join(found) or None
 
     def _runaway_heat(self, kept: list[int], trend: _Trend, is_exact: bool, knows_potential: bool) -> float:
-        """The temperature over the second half of the run where it is far above 1 all along and does not come down; else 0.
+        """The temperature over the second half of the run where it is far off, one way, all along and does not recover; else 0.
 
-        theta . grad U of a batch is noisy: it must be high at many points. An exact chain must be hot in every layer.
+        theta . grad U of a batch is noisy: it must be off at many points. An exact chain must be off in every layer.
         """
         products = self._products.means()
         if len(products) < 4 and self._pending_products:  # few steps: one by one
@@ -572,14 +589,19 @@ class Monitor:
             return 0.0
         sizes = torch.tensor([self.sizes[i] for i in kept], dtype=torch.float64)
         parts = products[:, kept] / sizes if is_exact else products[:, kept].sum(1, keepdim=True) / sizes.sum()
-        coldest = parts.nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf).amin(1)
-        early, late = coldest[:half], coldest[half:]
-        if not bool(late.isfinite().any()):
+        if not bool(parts[half:].isfinite().any()):
             return math.inf
-        is_cooling = trend.is_falling and (is_exact or bool(late.median() < 0.7 * early.median()))
-        if half < (2 if knows_potential else 8) or is_cooling or not bool(late.min() > 3):
-            return 0.0
-        return float(late.median())
+        for sign in (1, -1):
+            mildest = (sign * parts).nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf).amin(1)
+            early, late = mildest[:half], mildest[half:]
+            before, now = float(early.median()), float(late.median())
+            if sign > 0:
+                is_recovering = trend.is_falling and (is_exact or now < 0.7 * before)
+            else:  # U falls in a runaway too; a descent that will end does not gather pace
+                is_recovering = now < 0.7 * before or (trend.is_falling and now < max(2 * before, 100.0) and now < _ABSURD)
+            if half >= (2 if knows_potential else 8) and not is_recovering and bool(late.min() > 3):
+                return sign * now
+        return 0.0
 
     def _judge_rest(self, find: Any, column: dict[str, Tensor], gap: Mean, is_valid: bool, is_exact: bool) -> None:
         """acceptance = 2 P(Y > 0), in both halves of the run."""

@@ -646,8 +646,9 @@ class Sampler(torch.optim.Optimizer, ABC):
         prior = self.target.prior
         scaled_away = self._layers.scaled_away()
         trainable = self._trainable()
+        coarse = self.resolution.approximation if self.resolution is not None and self.resolution.is_coarse else None
         return {
-            "is_exact": not self.approximations(),
+            "is_exact": all(reason == coarse for reason in self.approximations()),  # of the kernel; rounding is `coarse`
             "knows_potential": self.fixed_data or isinstance(self.acceptance, FullData),
             "has_proper_prior": prior is not None,
             "has_edge": prior is not None and prior.is_bounded,
@@ -655,7 +656,9 @@ class Sampler(torch.optim.Optimizer, ABC):
             "is_plain": getattr(self.acceptance, "is_plain", True),
             "complaints": self._complaints(),
             "burn_in": None if self._adaptation is None else self._adaptation.complaint(),
-            "left_out": [self._name(i) for i, p in enumerate(trainable) if id(p) in scaled_away],
+            "coarse": coarse,
+            # a gradient in reduced precision is too noisy for theta . grad U
+            "left_out": [self._name(i) for i, p in enumerate(trainable) if self._layers.reduced or id(p) in scaled_away],
         }
 
     def health_sums(self) -> dict[str, float]:
