@@ -67,16 +67,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--num-steps", type=int, default=6000)
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    print("| n | nats | bfloat16: means off by (sd) | sd / true sd | float64 again: means off by (sd) |\n|---|---|---|---|---|")
+    print("| n | nats | bfloat16: means off by (sd) | sd / true sd | float64 again: means | sd |\n|---|---|---|---|---|---|")
     for n in options.num_data:
         truth, _ = chain(n, torch.float64, 3, options.num_steps)
         again, _ = chain(n, torch.float64, 4, options.num_steps)
         low, nats = chain(n, torch.bfloat16, 3, options.num_steps)
         off, repeat = (((x.mean(0) - truth.mean(0)) / truth.std(0)).abs() for x in (low, again))
-        ratio = low.std(0) / truth.std(0)
+        ratio, same = (x.std(0) / truth.std(0) for x in (low, again))
         print(
             f"| {n} | {nats:.2g} | {off.median():.2f} (at most {off.max():.1f}) | {ratio.min():.2f} to {ratio.max():.2f} | "
-            f"{repeat.median():.2f} (at most {repeat.max():.1f}) |",
+            f"{repeat.median():.2f} (at most {repeat.max():.1f}) | {same.min():.2f} to {same.max():.2f} |",
             flush=True,
         )
 
