@@ -242,7 +242,7 @@ def test_in_reduced_precision_there_is_no_temperature_and_a_coarse_u_is_named(st
             outputs = model(batch[0])
         return F.cross_entropy(outputs.float(), batch[1])
 
-    options: dict[str, Any] = {"num_draws": 22, "gap": 10, "progress": False, "num_chains": 2, "stacked": stacked, "burn_in": 0}
+    options: dict[str, Any] = {"num_draws": 34, "gap": 10, "progress": False, "num_chains": 2, "stacked": stacked, "burn_in": 0}
     sampler = partial(Underdamped, step_size=1e-4, prior=Gaussian(), inverse_temperature=1000.0)
     with pytest.warns(UserWarning, match="U is known to about"):
         posterior = sample(network(), (X, Y), loss, sampler=sampler, **options)
