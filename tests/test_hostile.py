@@ -242,6 +242,11 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
     "checkpoint: unhashable": raw_state('{"dict": [[[], 1]]}'),
     "a chain too many": lambda p: shutil.copytree(p / "chain-0", p / "chain-1"),
     "a draw of another size": other_draw,
+    "a loss beyond all numbers": records(loss=10**400),
+    "steps beyond all counts": records(step=10**400),
+    "no date": manifest(created=...),
+    "a date that is a number": manifest(created=7),
+    "a run.json of many megabytes": manifest(padding=[[]] * (3 << 20)),
     "an index of zeros without an end": lambda p: os.truncate(p / "chain-0" / "index.jsonl", 1 << 31),
 }
 UNSEEN = ("index is a hard link", "the next draw is a link")

@@ -8,9 +8,9 @@ a line, a ValueError that says what.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -144,7 +144,10 @@ def _is_count(value: Any, least: int = 0) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf)
+    if value is None:
+        return True
+    # JSON has integers of any size, which are below inf and yet no float
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_dtype(value: Any) -> bool:
