@@ -45,7 +45,7 @@ from adammcmc import (
     kernels,
     sample_density,
 )
-from adammcmc.acceptance import Comparison, Test, beta_eff
+from adammcmc.acceptance import AcceptanceTest, Comparison, beta_eff
 from adammcmc.acceptance.bounds import Bound, DerivativeBound, logistic_bound
 from adammcmc.acceptance.subsample import look_sizes
 from benchmarks.networks import effective_size
@@ -180,7 +180,7 @@ class Row(NamedTuple):
     """One line of the table: a test, on one problem."""
 
     label: str
-    make: Callable[[Problem], Test]
+    make: Callable[[Problem], AcceptanceTest]
     length: float = 1.0
     """Steps, over those of the problem: less where a step is expensive."""
     order: int = 0
@@ -267,7 +267,7 @@ def measure(problem: Problem, row: Row, num_steps: int, num_chains: int, seed: i
     error = float(square.std()) / math.sqrt(num_chains) / (2 * ratio)
     data = float(info.num_examples.mean())
     noise = info.log_ratio_noise.square().nanmean().sqrt()  # NaN for a test that has none
-    is_plain = isinstance(kernel.acceptance, Minibatch)
+    is_metropolis = isinstance(kernel.acceptance, Minibatch)
     return {
         "problem": problem.name,
         "test": row.label,
@@ -278,7 +278,7 @@ def measure(problem: Problem, row: Row, num_steps: int, num_chains: int, seed: i
         "data": data / n,
         "draws_per_step": float(effective_size(draws).min()) / (num_chains * draws.shape[1]),
         "noise": None if noise.isnan() else float(noise),
-        "beta_eff": float(beta_eff(noise)) if is_plain else None,
+        "beta_eff": float(beta_eff(noise)) if is_metropolis else None,
         "chains": num_chains,
         "steps": num_steps,
         "seconds": seconds,

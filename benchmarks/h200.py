@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from adammcmc import MALA, AdamMCMC, Gaussian, Underdamped
 from adammcmc.jets import JetData, ParticleNet, ParticleNetLite, bundled, read_jets
-from adammcmc.randomness import streams
-from adammcmc.stacked import StackedSampler, setup_of
+from adammcmc.samplers.stacked import StackedSampler, setup_of
+from adammcmc.target.randomness import streams
 from benchmarks.step_cost import network
 from benchmarks.timing import Step, captured, machine, medians
 
@@ -42,7 +42,7 @@ JETS = 512
 
 def update(device: torch.device, repeats: int) -> dict[str, float]:
     """One tensor of 1e8 weights, whose gradient is given: what of a step is not the loss."""
-    from adammcmc.onepass import OnePass, Settings
+    from adammcmc.backends.onepass import OnePass, Settings
 
     p = nn.Parameter(torch.randn(LARGE, device=device))
     p.grad = 1e-3 * torch.randn(LARGE, device=device)

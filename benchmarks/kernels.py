@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adammcmc import BurnIn, Density, kernels, sample_density, warm_up
-from adammcmc.proposal import Prolate
-from adammcmc.tuning import momentum_spread
+from adammcmc.kernels.proposal import Prolate
+from adammcmc.samplers.adaptation import momentum_spread
 from benchmarks.networks import effective_size
 
 CURVATURE = torch.logspace(0, 4, 50, dtype=torch.float64)

@@ -41,8 +41,8 @@ from adammcmc import (
     two_sided,
     warm_up,
 )
-from adammcmc.proposal import Prolate
-from adammcmc.tuning import momentum_spread
+from adammcmc.kernels.proposal import Prolate
+from adammcmc.samplers.adaptation import momentum_spread
 
 FOLDER = Path(__file__).parent / "reference"
 NAMES = ("diabetes", "cancer", "digits")

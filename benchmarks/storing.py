@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from adammcmc import AdamMCMC, Callback, Gaussian, Posterior, Underdamped, sample
-from adammcmc.run import _Chain
-from adammcmc.store import format_bytes
+from adammcmc.posterior.store.folder import format_bytes
+from adammcmc.runs.run import _Chain
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

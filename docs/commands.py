@@ -10,9 +10,9 @@ from typing import Any
 
 import typer.main
 
-from adammcmc.cli import app
-from adammcmc.config import schema
-from adammcmc.options import Option, default_words, type_words
+from adammcmc.cli.commands import app
+from adammcmc.cli.config import schema
+from adammcmc.cli.options import Option, default_words, type_words
 
 PAGE = Path(__file__).parent / "cli.md"
 

@@ -14,7 +14,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from adammcmc.proposal import Prolate
+from adammcmc.kernels.proposal import Prolate
 
 ASSETS = Path(__file__).parent / "assets"
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from adammcmc.replication.results import FIGURES, figure_module, read_result
-from adammcmc.replication.rows import VERSIONS
-from adammcmc.replication.sections import Line, agreement
+from replication.results import FIGURES, figure_module, read_result
+from replication.rows import VERSIONS
+from replication.sections import Line, agreement
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "replication" / "results" / "h200"

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from torch import nn
 
 import adammcmc
-from adammcmc.encoding import safetensors_parts
+from adammcmc.posterior.store.encoding import safetensors_parts
 from tests import killing
 
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))

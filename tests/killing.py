@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import adammcmc
-from adammcmc.encoding import encode
-from adammcmc.store import FolderStore
+from adammcmc.posterior.store.encoding import encode
+from adammcmc.posterior.store.folder import FolderStore
 
 X = torch.randn(96, 5, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(3, (96,), generator=torch.Generator().manual_seed(2))

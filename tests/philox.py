@@ -1,4 +1,4 @@
-"""The counter-based noise again, in plain integers: a slow oracle for the kernels of `adammcmc.onepass`."""
+"""The counter-based noise again, in plain integers: a slow oracle for the kernels of `adammcmc.backends.onepass`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from adammcmc.__main__ import run
+from adammcmc.cli.__main__ import run
 
 MODULE = """
 import torch

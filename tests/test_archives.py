@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from torch import nn
 
-from adammcmc.archives import read_npz
-from adammcmc.data import as_data
-from adammcmc.recipe import load_data
+from adammcmc.cli.recipe import load_data
+from adammcmc.posterior.store.archives import read_npz
+from adammcmc.target.data import as_data
 
 MODEL = nn.Linear(2, 2)
 
@@ -60,7 +60,7 @@ def test_an_array_may_be_inputs_and_targets(tmp_path: Path) -> None:
 def test_a_small_archive_of_many_bytes_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = archive(tmp_path / "bomb.npz", inputs=npy(np.zeros((2_000_000, 2))), targets=npy(np.zeros(4)))
     assert path.stat().st_size < 100_000  # 32 MB inside
-    monkeypatch.setattr("adammcmc.archives.free_memory", lambda: 20_000_000)
+    monkeypatch.setattr("adammcmc.posterior.store.archives.free_memory", lambda: 20_000_000)
     tracemalloc.start()
     with pytest.raises(MemoryError, match=r"bomb.npz' would take 32 MB of memory, and 20 MB are free"):
         load_data("bomb.npz", tmp_path, MODEL)
@@ -70,10 +70,10 @@ def test_a_small_archive_of_many_bytes_is_refused_unread(tmp_path: Path, monkeyp
 
 def test_room_for_a_copy_in_another_type_is_needed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save(tmp_path / "a.npy", np.zeros((1000, 2)))  # mapped, and so without cost; as float32 it has 8,000 bytes
-    monkeypatch.setattr("adammcmc.archives.free_memory", lambda: 7_000)
+    monkeypatch.setattr("adammcmc.posterior.store.archives.free_memory", lambda: 7_000)
     with pytest.raises(MemoryError, match=r"an array of shape \(1000, 2\) as float32 would take 8 kB"):
         load_data("a.npy", tmp_path, MODEL)
-    monkeypatch.setattr("adammcmc.archives.free_memory", lambda: None)  # where the system does not say
+    monkeypatch.setattr("adammcmc.posterior.store.archives.free_memory", lambda: None)  # where the system does not say
     assert load_data("a.npy", tmp_path, MODEL).shape == (1000, 2)
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import adammcmc
 from adammcmc import calibration
-from adammcmc.calibration import ClassScores, ValueScores
-from adammcmc.data import as_data
-from adammcmc.likelihood import GaussianNLL, Likelihood
-from adammcmc.predictive import Prediction, predict
-from adammcmc.tables import summary_line
+from adammcmc.cli.tables import summary_line
+from adammcmc.posterior.calibration import ClassScores, ValueScores
+from adammcmc.posterior.predictive import Prediction, predict
+from adammcmc.target.data import as_data
+from adammcmc.target.likelihood import GaussianNLL, Likelihood
 
 N = 400
 

@@ -29,8 +29,8 @@ from adammcmc import (
     UniformBox,
     sample,
 )
-from adammcmc.capture import Captures, _no_collection
-from adammcmc.target import Target
+from adammcmc.backends.graphs import Captures, _no_collection
+from adammcmc.target.target import Target
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -354,7 +354,7 @@ def test_stacked_chains_are_captured_too(name: str, layers: str, monkeypatch: py
 
     graphs, count = draws()
     assert count > 0, "nothing was captured"
-    monkeypatch.setattr("adammcmc.capture._WARM_UP", 10**9)
+    monkeypatch.setattr("adammcmc.backends.graphs._WARM_UP", 10**9)
     usual, count = draws()
     assert count == 0
     for a, b in zip(graphs, usual, strict=True):

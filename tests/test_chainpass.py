@@ -12,12 +12,12 @@ from torch import nn
 pytest.importorskip("triton")
 
 from adammcmc import AdamMCMC, Gaussian
-from adammcmc.chainpass import ManyAdamMCMC, in_one_pass
-from adammcmc.kernel import ChainState, Info
+from adammcmc.backends.chainpass import ManyAdamMCMC, in_one_pass
 from adammcmc.kernels import adam_mcmc, as_released, mala
-from adammcmc.randomness import Counters, Generators
-from adammcmc.stacked import StackedSampler, setup_of
-from adammcmc.target import Density
+from adammcmc.kernels.kernel import ChainState, Info
+from adammcmc.samplers.stacked import StackedSampler, setup_of
+from adammcmc.target.randomness import Counters, Generators
+from adammcmc.target.target import Density
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import adammcmc
 from adammcmc import StoreLocked, StoreMismatch, check_run
-from adammcmc.store import FolderStore
+from adammcmc.posterior.store.folder import FolderStore
 from tests import damage, killing
 from tests.shell import ask
 

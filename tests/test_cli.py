@@ -21,8 +21,8 @@ import torch
 import typer
 
 import adammcmc
-from adammcmc.records import manifest_text
-from adammcmc.store import FolderStore
+from adammcmc.posterior.store.folder import FolderStore
+from adammcmc.posterior.store.records import manifest_text
 from tests.shell import Answer, ask, furnish, modules_forgotten
 
 # so short a chain says that it has not arrived
@@ -273,7 +273,7 @@ def test_a_run_made_in_python_needs_its_network_named(home: Path) -> None:
 
 
 def test_a_dry_run_says_all_and_writes_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adammcmc.forecast._ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr("adammcmc.cli.forecast._ENOUGH_SECONDS", 0.0)
     before = listing(home)
     answer = ask("sample", "good.toml", "-o", "dry", "--dry-run", "--set", "run.num_draws=1000")
     assert answer.code == 0, answer.err
@@ -292,7 +292,7 @@ def test_a_dry_run_says_all_and_writes_nothing(home: Path, monkeypatch: pytest.M
 
 
 def test_the_schema_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adammcmc.forecast._ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr("adammcmc.cli.forecast._ENOUGH_SECONDS", 0.0)
     answer = ask("schema")
     assert answer.code == 0
     (tmp_path / "my.toml").write_text(answer.out)
@@ -315,7 +315,9 @@ def test_what_to_cite(home: Path) -> None:
 
 
 def test_the_version_does_not_wait_for_torch() -> None:
-    check = "import sys; from adammcmc.__main__ import run; assert run(sys.argv[1:]) == 0; assert 'torch' not in sys.modules"
+    check = (
+        "import sys; from adammcmc.cli.__main__ import run; assert run(sys.argv[1:]) == 0; assert 'torch' not in sys.modules"
+    )
     for words in (["--version"], ["--help"], ["sample", "--help"], ["jets", "train", "--help"]):
         subprocess.run([sys.executable, "-c", check, *words], check=True, capture_output=True)
     seconds = []
@@ -367,7 +369,7 @@ def test_ctrl_c_before_the_first_step(home: Path, tmp_path: Path, monkeypatch: p
         raise KeyboardInterrupt
 
     for function in ("sample", "prepare"):
-        monkeypatch.setattr(f"adammcmc.recipe.{function}", stop)
+        monkeypatch.setattr(f"adammcmc.cli.recipe.{function}", stop)
         answer = ask("sample", "good.toml", "-o", tmp_path / "run")
         assert answer == Answer(130, "", "stopped before the first step; nothing is kept.\n")
     again = "adammcmc resume runs/good --trust-code"
@@ -378,7 +380,7 @@ def test_other_signals_have_their_exit_codes(home: Path, monkeypatch: pytest.Mon
     def stop(*_: object, **options: object) -> None:
         raise SystemExit(143)
 
-    monkeypatch.setattr("adammcmc.recipe.sample", stop)
+    monkeypatch.setattr("adammcmc.cli.recipe.sample", stop)
     words = "stopped; runs/good keeps 6 draws. Go on with: adammcmc resume runs/good --trust-code\n"
     assert ask("resume", "runs/good") == Answer(143, "", words)
 
@@ -420,7 +422,7 @@ def test_ctrl_c_elsewhere_is_silent(home: Path, monkeypatch: pytest.MonkeyPatch)
         def stop(*_: object, error: type[BaseException] = error) -> None:
             raise error
 
-        monkeypatch.setattr("adammcmc.citation.bibtex", stop)
+        monkeypatch.setattr("adammcmc.cli.citation.bibtex", stop)
         assert ask("cite") == Answer(130, "", "")
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from adammcmc import AdamMCMC, Gaussian, Prior, Target, TensorExamples, UniformBox
-from adammcmc.closure import ClosurePotential
-from adammcmc.packing import Packing
-from adammcmc.stateful import Layers
+from adammcmc.samplers.closure import ClosurePotential
+from adammcmc.samplers.layers import Layers
+from adammcmc.samplers.packing import Packing
 
 X = torch.randn(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(20, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

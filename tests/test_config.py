@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import adammcmc
-from adammcmc.config import apply_change, named_things, parse, read_config, schema, thing_options
-from adammcmc.options import options_of
-from adammcmc.tasks import TASKS
+from adammcmc.cli.config import apply_change, named_things, parse, read_config, schema, thing_options
+from adammcmc.cli.options import options_of
+from adammcmc.cli.tasks import TASKS
 from tests.shell import GOOD, ask, furnish, modules_forgotten
 
 
@@ -200,7 +200,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
     furnish(home)
     with modules_forgotten(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
-        patch.setattr("adammcmc.forecast._ENOUGH_SECONDS", 0.0)
+        patch.setattr("adammcmc.cli.forecast._ENOUGH_SECONDS", 0.0)
         yield home
 
 

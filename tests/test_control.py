@@ -12,7 +12,7 @@ from torch import Tensor
 import adammcmc
 from adammcmc import ControlVariate, DataDensity, FullData, Gaussian, Minibatch, TensorExamples, kernels, sample_density
 from adammcmc.acceptance import last_layer_bound, logistic_bound
-from adammcmc.control import Taylor
+from adammcmc.target.control import Taylor
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(300, 4, dtype=torch.float64, generator=GENERATOR)

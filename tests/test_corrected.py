@@ -22,10 +22,10 @@ from adammcmc import (
     TensorExamples,
     kernels,
 )
-from adammcmc.kernel import ChainState, Info
 from adammcmc.kernels.corrected import CarriedBatch
-from adammcmc.leaves import Leaves
-from adammcmc.target import Density, Evaluation, potential_difference
+from adammcmc.kernels.kernel import ChainState, Info
+from adammcmc.target.leaves import Leaves
+from adammcmc.target.target import Density, Evaluation, potential_difference
 from tests.doors import X, Y, network, same, seeded, weights
 
 

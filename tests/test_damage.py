@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import adammcmc
-from adammcmc.store import FolderStore
+from adammcmc.posterior.store.folder import FolderStore
 from tests import damage, killing
 
 PREVIOUS = "checkpoint.previous.safetensors"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
-from adammcmc.data import Data, as_data, derive_seed
+from adammcmc.target.data import Data, as_data, derive_seed
 
 X = torch.arange(40.0).reshape(20, 2)
 Y = torch.arange(20)

@@ -35,7 +35,7 @@ from adammcmc import (
     warm_up,
 )
 from adammcmc.acceptance import DerivativeBound, beta_eff
-from adammcmc.randomness import Generators
+from adammcmc.target.randomness import Generators
 
 GRID = torch.linspace(-1.2, 1.2, 4001, dtype=torch.float64)
 

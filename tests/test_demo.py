@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 import adammcmc
-from adammcmc import demo
-from adammcmc.cli import app
+from adammcmc.cli import demo
+from adammcmc.cli.commands import app
 from adammcmc.jets import read_jets
 
 

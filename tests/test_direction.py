@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from adammcmc.direction import Adam, Gradient, OptimizerStep
+from adammcmc.kernels.direction import Adam, Gradient, OptimizerStep
 
 
 def quadratic(leaves: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

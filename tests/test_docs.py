@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import adammcmc
-from adammcmc.config import read_config
+from adammcmc.cli.config import read_config
 from adammcmc.jets import bundled
 
 ROOT = Path(__file__).parent.parent

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from adammcmc.forecast import forecast
-from adammcmc.recipe import Source, prepare
-from adammcmc.tables import forecast_lines, format_seconds
+from adammcmc.cli.forecast import forecast
+from adammcmc.cli.recipe import Source, prepare
+from adammcmc.cli.tables import forecast_lines, format_seconds
 
 TEXT = 'task = "sine"\n[sampler]\nstep_size = 0.001\n[run]\nnum_draws = 40\ngap = 10\n'
 
@@ -45,7 +45,7 @@ def test_a_forecast_is_near_the_truth(tmp_path: Path) -> None:
     ],
 )
 def test_the_length_of_burn_in(changes: list[str], steps: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adammcmc.forecast._ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr("adammcmc.cli.forecast._ENOUGH_SECONDS", 0.0)
     recipe = prepare(Source(TEXT, tuple(changes), Path(), "a.toml"))
     assert forecast(recipe).burn_in == steps
     [line] = [line for line in forecast_lines(forecast(recipe), recipe, Path("runs/a")) if line.startswith("time: ")]

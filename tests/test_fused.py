@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from adammcmc.acceptance import Minibatch
-from adammcmc.direction import Adam, AdamMemory
-from adammcmc.fused import InPlaceAdamMCMC, Workspace
+from adammcmc.backends.fused import InPlaceAdamMCMC, Workspace
 from adammcmc.kernels import AdamMCMCKernel
-from adammcmc.leaves import blocks, inner, select, standard_normal
-from adammcmc.packing import Packing
-from adammcmc.proposal import Prolate
-from adammcmc.target import Evaluation
+from adammcmc.kernels.direction import Adam, AdamMemory
+from adammcmc.kernels.proposal import Prolate
+from adammcmc.samplers.packing import Packing
+from adammcmc.target.leaves import blocks, inner, select, standard_normal
+from adammcmc.target.target import Evaluation
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -108,7 +108,7 @@ def test_packing_handles_other_memory_layouts() -> None:
 def test_noise_drawn_ahead_is_the_noise_drawn_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for cores in (1, 64):  # none free, many free
-        monkeypatch.setattr("adammcmc.fused._num_cores", lambda cores=cores: cores)
+        monkeypatch.setattr("adammcmc.backends.fused._num_cores", lambda cores=cores: cores)
         memory = tuple((torch.zeros(1, 100_003), torch.zeros(1, 7)) for _ in range(2))
         work = Workspace(memory)  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(4)
@@ -119,7 +119,7 @@ def test_noise_drawn_ahead_is_the_noise_drawn_in_time(monkeypatch: pytest.Monkey
 
 
 def test_an_error_in_the_loss_leaves_nobody_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adammcmc.fused._num_cores", lambda: 64)
+    monkeypatch.setattr("adammcmc.backends.fused._num_cores", lambda: 64)
     work = Workspace(((torch.zeros(1, 1_000_000),), (torch.zeros(1, 1_000_000),)))
     generator = torch.Generator().manual_seed(0)
     with pytest.raises(KeyError), work.draw_ahead(generator):

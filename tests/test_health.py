@@ -26,8 +26,8 @@ from adammcmc import (
     Underdamped,
     UniformBox,
 )
-from adammcmc.diagnostics import ess_bulk
-from adammcmc.health import Monitor, _effective_draws, beta_eff
+from adammcmc.samplers.diagnostics import ess_bulk
+from adammcmc.samplers.health import Monitor, _effective_draws, beta_eff
 from tests.doors import X, Y, network, seeded
 
 

@@ -27,7 +27,7 @@ from adammcmc import (
     UniformBox,
     sample,
 )
-from adammcmc.report import write_report
+from adammcmc.posterior.report import write_report
 from tests.doors import X, Y, network, seeded
 from tests.test_health import free, kinds, per_example, run
 

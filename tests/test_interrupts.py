@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import adammcmc
-from adammcmc.interrupts import deferred_interrupt
-from adammcmc.store import FolderStore
+from adammcmc.posterior.store.folder import FolderStore
+from adammcmc.runs.interrupts import deferred_interrupt
 from tests import killing
 
 pytestmark = pytest.mark.usefixtures("foreground")
@@ -141,7 +141,7 @@ def test_a_run_is_saved_at_the_very_step(step: int, stacked: bool, num_chains: i
 
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path / "a", callbacks=[PressAt(step)])
-    saved = adammcmc.store.FolderStore(tmp_path / "a").saved(None if stacked else 0)
+    saved = adammcmc.posterior.store.folder.FolderStore(tmp_path / "a").saved(None if stacked else 0)
     assert saved is not None
     assert (saved["sampler"] if stacked else saved["sampler"]["adammcmc"])["num_steps"] == step
     resumed, whole = go(tmp_path / "a", resume=True), go(tmp_path / "b")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from scipy import stats
 
-from adammcmc.keyed import keys, numbers, order, poisson
-from adammcmc.randomness import Generators
+from adammcmc.target.keyed import keys, numbers, order, poisson
+from adammcmc.target.randomness import Generators
 
 
 def some_keys(count: int, seed: int = 0) -> torch.Tensor:

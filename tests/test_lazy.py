@@ -24,7 +24,7 @@ def test_nothing_heavy_comes_before_it_is_asked_for() -> None:
 
 
 def test_a_room_can_be_imported_first() -> None:
-    fresh("from adammcmc.predictive import predict; from adammcmc import *; sample, AdamMCMC, kernels")
+    fresh("from adammcmc.posterior.predictive import predict; from adammcmc import *; sample, AdamMCMC, kernels")
 
 
 def test_every_public_name_is_there() -> None:

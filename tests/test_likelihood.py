@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import adammcmc
 from adammcmc import GaussianNLL, Likelihood
-from adammcmc.likelihood import Loss, likelihood_of
+from adammcmc.target.likelihood import Loss, likelihood_of
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(12) % 3

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from adammcmc import BurnIn, Density, kernels, sample_density, two_sided, warm_up
-from adammcmc.proposal import Prolate
-from adammcmc.tuning import momentum_spread
+from adammcmc.kernels.proposal import Prolate
+from adammcmc.samplers.adaptation import momentum_spread
 from benchmarks import networks
 
 

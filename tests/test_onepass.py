@@ -16,16 +16,17 @@ pytest.importorskip("triton")
 
 from scipy import stats
 
-from adammcmc import AdamMCMC, AsReleased, FullData, Prior, TensorExamples, UniformBox, onepass, proposal
+from adammcmc import AdamMCMC, AsReleased, FullData, Prior, TensorExamples, UniformBox
 from adammcmc.acceptance import AlwaysAccept, Minibatch
-from adammcmc.compiled import CannotCompile, CompiledOnePass, library
-from adammcmc.direction import Adam, AdamMemory
-from adammcmc.fused import Settings, read_row
-from adammcmc.kernel import ChainState, Info
-from adammcmc.kernels import AdamMCMCKernel
-from adammcmc.onepass import OnePass
-from adammcmc.proposal import Elementwise, Prolate
-from adammcmc.target import Evaluation, Gaussian, potential_difference
+from adammcmc.backends import onepass
+from adammcmc.backends.compiled import CannotCompile, CompiledOnePass, library
+from adammcmc.backends.fused import Settings, read_row
+from adammcmc.backends.onepass import OnePass
+from adammcmc.kernels import AdamMCMCKernel, proposal
+from adammcmc.kernels.direction import Adam, AdamMemory
+from adammcmc.kernels.kernel import ChainState, Info
+from adammcmc.kernels.proposal import Elementwise, Prolate
+from adammcmc.target.target import Evaluation, Gaussian, potential_difference
 from tests import philox
 
 # the interpreter computes on numpy, which warns of 0 / 0 in places that are masked

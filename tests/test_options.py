@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from adammcmc import BurnIn, Underdamped
-from adammcmc.options import REQUIRED, Option, default_words, key, nearest, options_of, read_table, type_words
+from adammcmc.cli.options import REQUIRED, Option, default_words, key, nearest, options_of, read_table, type_words
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import adammcmc
 from adammcmc import AdamMCMC, FullData, Gaussian, Prior, Sampler, TensorExamples, Underdamped
-from adammcmc.packing import Packing, padding_rows
+from adammcmc.samplers.packing import Packing, padding_rows
 from tests.doors import DOORS, seeded
 
 X = torch.randint(6, (40, 4), generator=seeded(1))

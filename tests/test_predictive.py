@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import adammcmc
-from adammcmc import GaussianNLL, Likelihood, Posterior, predictive, uncertainty
-from adammcmc.likelihood import Loss
-from adammcmc.store import MemoryStore
+from adammcmc import GaussianNLL, Likelihood, Posterior
+from adammcmc.posterior import predictive, uncertainty
+from adammcmc.posterior.store.folder import MemoryStore
+from adammcmc.target.likelihood import Loss
 
 X = torch.randn(37, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(37) % 3
@@ -288,7 +289,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path.cwd()))
 import adammcmc
 from adammcmc import Posterior
-from adammcmc.store import FolderStore
+from adammcmc.posterior.store.folder import FolderStore
 from torch import nn
 
 def status(key):

@@ -17,7 +17,7 @@ from torch import nn
 
 import adammcmc
 from adammcmc import ManyProcesses
-from adammcmc.processes import check_one_process
+from adammcmc.samplers.processes import check_one_process
 from tests.doors import DOORS, X, Y, adam_mcmc, closure, network
 
 RANK = """

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from adammcmc.progress import track
+from adammcmc.samplers.progress import track
 
 
 class Terminal(io.StringIO):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from adammcmc import kernels, sample_density
-from adammcmc.proposal import Elementwise, Langevin, Move, Prolate
+from adammcmc.kernels.proposal import Elementwise, Langevin, Move, Prolate
 
 
 def generator(seed: int) -> torch.Generator:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from adammcmc.randomness import Counters, Generators, normal, streams, uniform
+from adammcmc.target.randomness import Counters, Generators, normal, streams, uniform
 
 CPU = torch.device("cpu")
 

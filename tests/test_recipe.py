@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import adammcmc
-from adammcmc.config import read_config
-from adammcmc.factory import given_options, innermost
-from adammcmc.recipe import Recipe, Source, code_of, find, load_data, prepare
-from adammcmc.tasks import TASKS
+from adammcmc.cli.config import read_config
+from adammcmc.cli.recipe import Recipe, Source, code_of, find, load_data, prepare
+from adammcmc.cli.tasks import TASKS
+from adammcmc.runs.factory import given_options, innermost
 from tests.shell import GOOD, furnish, modules_forgotten
 
 
@@ -284,7 +284,7 @@ def test_every_place_that_imports_is_asked_about(home: Path, monkeypatch: pytest
             torch.nn.Linear(2, 2) if name == "a:b" and "model" in place else torch.nn.Linear if "model" in place else F.mse_loss
         )
 
-    monkeypatch.setattr("adammcmc.recipe.find", record)
+    monkeypatch.setattr("adammcmc.cli.recipe.find", record)
     with suppress(ValueError):  # what is found is not what belongs there
         recipe = prepare(Source(text, tuple(changes), home, "good.toml"))
         recipe.sampler()

@@ -19,7 +19,7 @@ from torch import nn
 
 import adammcmc
 from adammcmc import AdamMCMC, Gaussian, GaussianNLL, Posterior, Underdamped
-from adammcmc.report import write_report
+from adammcmc.posterior.report import write_report
 
 NAUGHTY = "<script>alert('x')</script> & \"quotes\""
 

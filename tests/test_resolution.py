@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import adammcmc
 from adammcmc import AlwaysAccept, FullData, Gaussian, StochasticClosure, TensorExamples, Underdamped
-from adammcmc.resolution import agree, roughness, spacing
+from adammcmc.target.resolution import agree, roughness, spacing
 from tests.doors import DOORS, X, Y, adam_mcmc, closure, network, seeded, underdamped
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch.nn.functional as F
 
 import adammcmc
-from adammcmc.store import FolderStore
+from adammcmc.posterior.store.folder import FolderStore
 from tests import killing
 
 

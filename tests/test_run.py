@@ -41,7 +41,7 @@ from adammcmc import (
     Underdamped,
     sample,
 )
-from adammcmc.records import manifest_text
+from adammcmc.posterior.store.records import manifest_text
 from tests import killing
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -160,7 +160,7 @@ def test_the_door_is_the_training_loop() -> None:
     """sample = the optimizer's door by hand, bit for bit."""
     model = network()
     posterior = sample(model, (X, Y), F.cross_entropy, sampler=ALGORITHM_1, **SHORT)
-    from adammcmc.data import derive_seed
+    from adammcmc.target.data import derive_seed
 
     generator = torch.Generator().manual_seed(derive_seed(0, 0, 0))
     sampler = ALGORITHM_1(model.parameters(), num_data=60, fixed_data=True, generator=generator)
@@ -421,8 +421,8 @@ def test_out_of_memory_keeps_the_draws(where: str, monkeypatch: pytest.MonkeyPat
     class Fill(Callback):
         def on_draw(self, event: Any, record: dict[str, Any]) -> None:
             if event.num_draws == 3:
-                monkeypatch.setattr("adammcmc.store.MemoryStore.save", fail)
-                monkeypatch.setattr("adammcmc.store._on_host", fail)
+                monkeypatch.setattr("adammcmc.posterior.store.folder.MemoryStore.save", fail)
+                monkeypatch.setattr("adammcmc.posterior.store.folder._on_host", fail)
                 if where == "save":
                     fail()
 
@@ -795,7 +795,7 @@ def test_another_run_is_refused_and_the_stored_one_stays(finished: Path, case: s
     assert {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()} == before
 
 
-class Laplace(adammcmc.target.Prior):
+class Laplace(adammcmc.target.target.Prior):
     """A prior of a user's: its scale is nowhere to be seen."""
 
     def __init__(self, scale: float) -> None:
@@ -805,7 +805,7 @@ class Laplace(adammcmc.target.Prior):
         return torch.as_tensor(sum(self._density(p) for p in params))
 
 
-class Box(adammcmc.target.Prior):
+class Box(adammcmc.target.target.Prior):
     """One whose density is the same inside."""
 
     def __init__(self, edge: float) -> None:
@@ -874,13 +874,13 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(tmp_path: Path, mon
     with pytest.raises(StoreFull, match=r"the run would write .* and .* has 10 kB left"):
         run(tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr("adammcmc.run.free_memory", lambda: 100)
+    monkeypatch.setattr("adammcmc.runs.run.free_memory", lambda: 100)
     with pytest.raises(MemoryError, match="Pass `path` to keep them on disk"):
         run(None)  # type: ignore[arg-type]
 
 
 def test_the_forecast_is_near_the_truth(tmp_path: Path) -> None:
-    from adammcmc.run import forecast_size
+    from adammcmc.runs.run import forecast_size
 
     posterior = run(tmp_path / "run", num_draws=40)
     size = sum(p.stat().st_size for p in (tmp_path / "run").rglob("*"))

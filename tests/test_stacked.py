@@ -49,12 +49,12 @@ from adammcmc import (
     sample,
 )
 from adammcmc.acceptance import ClampedLoss
-from adammcmc.closure import ClosurePotential
 from adammcmc.jets import ParticleNetLite
-from adammcmc.likelihood import Loss
-from adammcmc.randomness import streams
-from adammcmc.run import _prefers_stacks
-from adammcmc.stacked import CannotStack, StackedPotential, StackedSampler, setup_of
+from adammcmc.runs.run import _prefers_stacks
+from adammcmc.samplers.closure import ClosurePotential
+from adammcmc.samplers.stacked import CannotStack, StackedPotential, StackedSampler, setup_of
+from adammcmc.target.likelihood import Loss
+from adammcmc.target.randomness import streams
 
 X = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(96) % 3
@@ -645,7 +645,7 @@ def test_what_cannot_be_stacked_is_refused_with_the_reason(name: str) -> None:
 @pytest.mark.parametrize("name", ["values", "scheduler", "temperature"])
 def test_by_default_it_then_runs_one_after_the_other_and_warns_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, sampler, options, _ = REFUSED[name]
-    monkeypatch.setattr("adammcmc.run._prefers_stacks", lambda device, model: True)  # as on an accelerator
+    monkeypatch.setattr("adammcmc.runs.run._prefers_stacks", lambda device, model: True)  # as on an accelerator
     torch.manual_seed(0)
     model = make()
     with warnings.catch_warnings(record=True) as caught:

@@ -19,12 +19,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import adammcmc.store as store_module
+import adammcmc.posterior.store.folder as store_module
 from adammcmc import StoreCorrupt, StoreFull, StoreLocked, StoreMismatch
-from adammcmc.encoding import decode, encode, read_state, safetensors_parts, write_state
-from adammcmc.moments import Moments
-from adammcmc.records import read_lines
-from adammcmc.store import FORMAT, FolderStore, MemoryStore, Store, check_space, format_bytes
+from adammcmc.posterior.moments import Moments
+from adammcmc.posterior.store.encoding import decode, encode, read_state, safetensors_parts, write_state
+from adammcmc.posterior.store.folder import FORMAT, FolderStore, MemoryStore, Store, check_space, format_bytes
+from adammcmc.posterior.store.records import read_lines
 
 MANIFEST: dict[str, Any] = {
     "keep": "draws",
@@ -277,7 +277,7 @@ def test_a_second_writer_is_refused_and_a_reader_is_not(tmp_path: Path) -> None:
     store = filled(tmp_path / "run")
     with pytest.raises(StoreLocked, match="another process writes to"):
         FolderStore(tmp_path / "run", writes=True)
-    code = "import sys, adammcmc.store as s; s.FolderStore(sys.argv[1], writes=True)"
+    code = "import sys, adammcmc.posterior.store.folder as s; s.FolderStore(sys.argv[1], writes=True)"
     other = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, check=False)
     assert "StoreLocked" in other.stderr
     assert len(FolderStore(tmp_path / "run").index) == 3

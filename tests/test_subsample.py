@@ -30,7 +30,6 @@ from adammcmc.acceptance import (
     Minibatch,
     Penalty,
     Sequential,
-    Test,
     Tuna,
     Verdict,
     beta_eff,
@@ -39,17 +38,16 @@ from adammcmc.acceptance import (
 from adammcmc.acceptance.correction import ATOMS, acceptance, correction
 from adammcmc.acceptance.sequential import student_quantile
 from adammcmc.acceptance.subsample import estimate, look_sizes
-from adammcmc.chain import sample_density
-from adammcmc.control import ControlVariate
-from adammcmc.data_density import DataDensity
 from adammcmc.errors import PerExampleLossRequired
 from adammcmc.kernels import adam_mcmc
-from adammcmc.leaves import Leaves
-from adammcmc.randomness import Generators, Randomness
-from adammcmc.target import Evaluation
+from adammcmc.samplers.density import sample_density
+from adammcmc.target.control import ControlVariate
+from adammcmc.target.data_density import DataDensity
+from adammcmc.target.leaves import Leaves
+from adammcmc.target.randomness import Generators, Randomness
+from adammcmc.target.target import Evaluation
 from tests.correction import solve
 
-Test.__test__ = False  # type: ignore[attr-defined]  # a protocol, not a test case
 NUM_CHAINS = 2500
 NUM_DATA = 400
 SCORES = torch.special.ndtri((torch.arange(NUM_DATA, dtype=torch.float64) + 0.5) / NUM_DATA)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import adammcmc
 from adammcmc import Posterior, Summary, diagnostics
-from adammcmc.closure import ClosurePotential
-from adammcmc.health import Finding, Health
-from adammcmc.summary import Series, layers_of, probe_layers, summarize
+from adammcmc.posterior.summary import Series, layers_of, probe_layers, summarize
+from adammcmc.samplers.closure import ClosurePotential
+from adammcmc.samplers.health import Finding, Health
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Laplace, Normal
 
 from adammcmc import Density, Gaussian, Prior, Target, UniformBall, UniformBox, from_paper, sample
-from adammcmc.target import Evaluation, potential_difference
+from adammcmc.target.target import Evaluation, potential_difference
 
 
 class LaplacePrior(Prior):

@@ -20,7 +20,7 @@ from adammcmc import (
     suggest,
     warm_up,
 )
-from adammcmc.tuning import Adaptation
+from adammcmc.samplers.adaptation import Adaptation
 from tests.doors import X, Y, adam_mcmc, closure, mala, network, seeded, underdamped
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from adammcmc import uncertainty
+from adammcmc.posterior import uncertainty
 
 GENERATOR = torch.Generator().manual_seed(0)
 P = torch.rand(9, 50, 4, generator=GENERATOR, dtype=torch.float64).softmax(2)

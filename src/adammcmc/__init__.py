@@ -1,171 +1,140 @@
-"""AdamMCMC: draw a network's weights from its tempered posterior, and be told what was sampled."""
+"""AdamMCMC: draw a network's weights from its tempered posterior, and report what was sampled."""
 
-from typing import TYPE_CHECKING
-
-from adammcmc.lazy import lazy_names
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from adammcmc import acceptance, calibration, diagnostics, kernels, target
-    from adammcmc.acceptance import AlwaysAccept, Barker, Confidence, FullData, Minibatch, Penalty, Sequential, Tuna
-    from adammcmc.advice import Calibration, Suggestion, calibrate_sigma, suggest
-    from adammcmc.calibration import (
-        ClassScores,
-        Detection,
-        Measured,
-        OutOfDistribution,
-        Reliability,
-        RiskCurve,
-        ValueScores,
-        compare_ood,
-        score,
-    )
-    from adammcmc.callbacks import Callback, Event, TensorBoard
-    from adammcmc.chain import sample_density, warm_up
-    from adammcmc.checking import Check, check_run
-    from adammcmc.control import ControlVariate
-    from adammcmc.corrected import CorrectedMALA
-    from adammcmc.data import Examples, TensorExamples
-    from adammcmc.data_density import DataDensity
-    from adammcmc.errors import (
-        ManyProcesses,
-        NonFiniteLoss,
-        PerExampleLossRequired,
-        StochasticClosure,
-        StoreCorrupt,
-        StoreFull,
-        StoreLocked,
-        StoreMismatch,
-    )
-    from adammcmc.exact import MALA, ExactAdamMCMC, Underdamped
-    from adammcmc.health import Finding, Health
-    from adammcmc.kernel import ChainState, Info, Kernel
-    from adammcmc.likelihood import GaussianNLL, Likelihood
-    from adammcmc.optimizer import AdamMCMC, AsReleased, OptimizerMCMC
-    from adammcmc.posterior import Posterior
-    from adammcmc.predictive import Prediction
-    from adammcmc.run import sample
-    from adammcmc.sampler import Sampler
-    from adammcmc.stateful import ClosureReport, check_closure
-    from adammcmc.summary import Row, Summary
-    from adammcmc.target import Density, Gaussian, Prior, Target, UniformBall, UniformBox, from_paper
-    from adammcmc.tuning import BurnIn
-    from adammcmc.twosided import TwoSided, two_sided
+    from adammcmc import acceptance as acceptance
+    from adammcmc import kernels as kernels
+    from adammcmc import target as target
+    from adammcmc.acceptance import AlwaysAccept as AlwaysAccept
+    from adammcmc.acceptance import Barker as Barker
+    from adammcmc.acceptance import Confidence as Confidence
+    from adammcmc.acceptance import FullData as FullData
+    from adammcmc.acceptance import Minibatch as Minibatch
+    from adammcmc.acceptance import Penalty as Penalty
+    from adammcmc.acceptance import Sequential as Sequential
+    from adammcmc.acceptance import Tuna as Tuna
+    from adammcmc.errors import ManyProcesses as ManyProcesses
+    from adammcmc.errors import NonFiniteLoss as NonFiniteLoss
+    from adammcmc.errors import PerExampleLossRequired as PerExampleLossRequired
+    from adammcmc.errors import StochasticClosure as StochasticClosure
+    from adammcmc.errors import StoreCorrupt as StoreCorrupt
+    from adammcmc.errors import StoreFull as StoreFull
+    from adammcmc.errors import StoreLocked as StoreLocked
+    from adammcmc.errors import StoreMismatch as StoreMismatch
+    from adammcmc.kernels.kernel import ChainState as ChainState
+    from adammcmc.kernels.kernel import Info as Info
+    from adammcmc.kernels.kernel import Kernel as Kernel
+    from adammcmc.posterior import calibration as calibration
+    from adammcmc.posterior.calibration import ClassScores as ClassScores
+    from adammcmc.posterior.calibration import Detection as Detection
+    from adammcmc.posterior.calibration import Measured as Measured
+    from adammcmc.posterior.calibration import OutOfDistribution as OutOfDistribution
+    from adammcmc.posterior.calibration import Reliability as Reliability
+    from adammcmc.posterior.calibration import RiskCurve as RiskCurve
+    from adammcmc.posterior.calibration import ValueScores as ValueScores
+    from adammcmc.posterior.calibration import compare_ood as compare_ood
+    from adammcmc.posterior.calibration import score as score
+    from adammcmc.posterior.posterior import Posterior as Posterior
+    from adammcmc.posterior.predictive import Prediction as Prediction
+    from adammcmc.posterior.store.checking import Check as Check
+    from adammcmc.posterior.store.checking import check_run as check_run
+    from adammcmc.posterior.summary import Row as Row
+    from adammcmc.posterior.summary import Summary as Summary
+    from adammcmc.runs.advice import Calibration as Calibration
+    from adammcmc.runs.advice import Suggestion as Suggestion
+    from adammcmc.runs.advice import calibrate_sigma as calibrate_sigma
+    from adammcmc.runs.advice import suggest as suggest
+    from adammcmc.runs.callbacks import Callback as Callback
+    from adammcmc.runs.callbacks import Event as Event
+    from adammcmc.runs.callbacks import TensorBoard as TensorBoard
+    from adammcmc.runs.run import sample as sample
+    from adammcmc.samplers import diagnostics as diagnostics
+    from adammcmc.samplers.adaptation import BurnIn as BurnIn
+    from adammcmc.samplers.corrected import CorrectedMALA as CorrectedMALA
+    from adammcmc.samplers.density import sample_density as sample_density
+    from adammcmc.samplers.density import warm_up as warm_up
+    from adammcmc.samplers.exact import MALA as MALA
+    from adammcmc.samplers.exact import ExactAdamMCMC as ExactAdamMCMC
+    from adammcmc.samplers.exact import Underdamped as Underdamped
+    from adammcmc.samplers.health import Finding as Finding
+    from adammcmc.samplers.health import Health as Health
+    from adammcmc.samplers.layers import ClosureReport as ClosureReport
+    from adammcmc.samplers.layers import check_closure as check_closure
+    from adammcmc.samplers.optimizer import AdamMCMC as AdamMCMC
+    from adammcmc.samplers.optimizer import AsReleased as AsReleased
+    from adammcmc.samplers.optimizer import OptimizerMCMC as OptimizerMCMC
+    from adammcmc.samplers.sampler import Sampler as Sampler
+    from adammcmc.samplers.two_sided import TwoSided as TwoSided
+    from adammcmc.samplers.two_sided import two_sided as two_sided
+    from adammcmc.target.control import ControlVariate as ControlVariate
+    from adammcmc.target.data import Examples as Examples
+    from adammcmc.target.data import TensorExamples as TensorExamples
+    from adammcmc.target.data_density import DataDensity as DataDensity
+    from adammcmc.target.likelihood import GaussianNLL as GaussianNLL
+    from adammcmc.target.likelihood import Likelihood as Likelihood
+    from adammcmc.target.target import Density as Density
+    from adammcmc.target.target import Gaussian as Gaussian
+    from adammcmc.target.target import Prior as Prior
+    from adammcmc.target.target import Target as Target
+    from adammcmc.target.target import UniformBall as UniformBall
+    from adammcmc.target.target import UniformBox as UniformBox
+    from adammcmc.target.target import from_paper as from_paper
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "MALA",
-    "AdamMCMC",
-    "AlwaysAccept",
-    "AsReleased",
-    "Barker",
-    "BurnIn",
-    "Calibration",
-    "Callback",
-    "ChainState",
-    "Check",
-    "ClassScores",
-    "ClosureReport",
-    "Confidence",
-    "ControlVariate",
-    "CorrectedMALA",
-    "DataDensity",
-    "Density",
-    "Detection",
-    "Event",
-    "ExactAdamMCMC",
-    "Examples",
-    "Finding",
-    "FullData",
-    "Gaussian",
-    "GaussianNLL",
-    "Health",
-    "Info",
-    "Kernel",
-    "Likelihood",
-    "ManyProcesses",
-    "Measured",
-    "Minibatch",
-    "NonFiniteLoss",
-    "OptimizerMCMC",
-    "OutOfDistribution",
-    "Penalty",
-    "PerExampleLossRequired",
-    "Posterior",
-    "Prediction",
-    "Prior",
-    "Reliability",
-    "RiskCurve",
-    "Row",
-    "Sampler",
-    "Sequential",
-    "StochasticClosure",
-    "StoreCorrupt",
-    "StoreFull",
-    "StoreLocked",
+_MODULES = {
+    "acceptance": "acceptance",
+    "calibration": "posterior.calibration",
+    "diagnostics": "samplers.diagnostics",
+    "kernels": "kernels",
+    "target": "target",
+}
+_HOMES = {
+    "errors": "ManyProcesses NonFiniteLoss PerExampleLossRequired StochasticClosure StoreCorrupt StoreFull StoreLocked "
     "StoreMismatch",
-    "Suggestion",
-    "Summary",
-    "Target",
-    "TensorBoard",
-    "TensorExamples",
-    "Tuna",
-    "TwoSided",
-    "Underdamped",
-    "UniformBall",
-    "UniformBox",
-    "ValueScores",
-    "acceptance",
-    "calibrate_sigma",
-    "calibration",
-    "check_closure",
-    "check_run",
-    "compare_ood",
-    "diagnostics",
-    "from_paper",
-    "kernels",
-    "sample",
-    "sample_density",
-    "score",
-    "suggest",
-    "target",
-    "two_sided",
-    "warm_up",
-]
+    "target.control": "ControlVariate",
+    "target.data": "Examples TensorExamples",
+    "target.data_density": "DataDensity",
+    "target.likelihood": "GaussianNLL Likelihood",
+    "target.target": "Density Gaussian Prior Target UniformBall UniformBox from_paper",
+    "acceptance": "AlwaysAccept Barker Confidence FullData Minibatch Penalty Sequential Tuna",
+    "kernels.kernel": "ChainState Info Kernel",
+    "samplers.adaptation": "BurnIn",
+    "samplers.corrected": "CorrectedMALA",
+    "samplers.density": "sample_density warm_up",
+    "samplers.exact": "MALA ExactAdamMCMC Underdamped",
+    "samplers.health": "Finding Health",
+    "samplers.layers": "ClosureReport check_closure",
+    "samplers.optimizer": "AdamMCMC AsReleased OptimizerMCMC",
+    "samplers.sampler": "Sampler",
+    "samplers.two_sided": "TwoSided two_sided",
+    "posterior.calibration": "ClassScores Detection Measured OutOfDistribution Reliability RiskCurve ValueScores "
+    "compare_ood score",
+    "posterior.posterior": "Posterior",
+    "posterior.predictive": "Prediction",
+    "posterior.store.checking": "Check check_run",
+    "posterior.summary": "Row Summary",
+    "runs.advice": "Calibration Suggestion calibrate_sigma suggest",
+    "runs.callbacks": "Callback Event TensorBoard",
+    "runs.run": "sample",
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 
-__getattr__ = lazy_names(
-    globals(),
-    __all__,
-    (
-        "acceptance",
-        "advice",
-        "calibration",
-        "callbacks",
-        "chain",
-        "checking",
-        "control",
-        "corrected",
-        "data",
-        "data_density",
-        "diagnostics",
-        "errors",
-        "exact",
-        "health",
-        "kernel",
-        "kernels",
-        "likelihood",
-        "optimizer",
-        "posterior",
-        "predictive",
-        "run",
-        "sampler",
-        "stateful",
-        "summary",
-        "target",
-        "tuning",
-        "twosided",
-    ),
-)
+__all__ = sorted([*_MODULES, *_HOME])
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported on first use: `adammcmc --version` does not wait for torch."""
+    if name in _MODULES:
+        value: Any = import_module(f"{__name__}.{_MODULES[name]}")
+    elif name in _HOME:
+        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    else:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,12 @@
-"""The named exceptions: raised where a caller would want to act on the kind of failure."""
+"""The named exceptions, raised where a caller would want to act on the kind of failure, and `warn`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import warnings
 
 __all__ = [
     "ManyProcesses",
@@ -9,6 +17,7 @@ __all__ = [
     "StoreFull",
     "StoreLocked",
     "StoreMismatch",
+    "warn",
 ]
 
 
@@ -57,3 +66,24 @@ class StoreLocked(RuntimeError):
 
 class StoreFull(OSError):
     """The disk is too small for the run, or became full. What was kept before is intact."""
+
+
+_INSIDE = (
+    os.path.dirname(__file__) + os.sep,
+    contextlib.__file__,
+    functools.__file__,
+)
+"""Files whose lines are between a user's call and its warning."""
+
+
+def warn(message: str) -> None:
+    """A UserWarning at the innermost line outside of the package, however deep inside it came up."""
+    # torch wraps the step of an optimizer; it is not imported here, so that `adammcmc --version` does not wait for it
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    inside = _INSIDE if torch is None else (*_INSIDE, os.path.dirname(torch) + os.sep)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame = frame.f_back
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    name = frame.f_globals.get("__name__") or "sys"
+    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, name, registry)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from adammcmc.cli import app
+from adammcmc.cli.commands import app
 from adammcmc.jets import bundled, read_jets, write_jets
 from adammcmc.jets.tagger import Tagger, Training
 from adammcmc.jets.tagging import Measured, accuracy, read_scores

@@ -483,10 +483,10 @@ def test_one_jet_of_many_particles_does_not_take_all_memory(tmp_path: Path, monk
     for suffix in (".root", ".energyflow.npz"):
         path = made(tmp_path, suffix)
         widest = int(JETS.counts.max())
-        monkeypatch.setattr("adammcmc.archives.free_memory", lambda widest=widest: 25 * 200 * widest - 1)
+        monkeypatch.setattr("adammcmc.posterior.store.archives.free_memory", lambda widest=widest: 25 * 200 * widest - 1)
         with pytest.raises(MemoryError, match=rf"25 jets with places for {widest} particles would take"):
             list(stream_jets(path))
-        monkeypatch.setattr("adammcmc.archives.free_memory", lambda widest=widest: 25 * 200 * widest)
+        monkeypatch.setattr("adammcmc.posterior.store.archives.free_memory", lambda widest=widest: 25 * 200 * widest)
         assert len(list(stream_jets(path))) == 1
 
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from adammcmc import AdamMCMC, Gaussian
 from adammcmc.jets import Cloud, JetData, Jets, ParticleNet, ParticleNetLite, bundled, cloud_of, padded_inputs, read_jets
 from adammcmc.jets.tagger import Tagger, Training
-from adammcmc.likelihood import Loss
-from adammcmc.randomness import streams
-from adammcmc.stacked import StackedSampler, setup_of
+from adammcmc.samplers.stacked import StackedSampler, setup_of
+from adammcmc.target.likelihood import Loss
+from adammcmc.target.randomness import streams
 
 pytestmark = [
     pytest.mark.gpu,

@@ -222,13 +222,13 @@ def test_a_plain_file_by_hand_is_read(tmp_path: Path) -> None:
 
 
 def test_more_jets_than_memory_are_refused_before_they_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adammcmc.archives.free_memory", lambda: 10_000)
+    monkeypatch.setattr("adammcmc.posterior.store.archives.free_memory", lambda: 10_000)
     with pytest.raises(MemoryError, match=r"jets.npz' would take .* of memory, and 10 kB are free"):
         read_jets(bundled("jets"))
 
 
 def test_jets_that_grow_beyond_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.h5")
-    monkeypatch.setattr("adammcmc.archives.free_memory", lambda: 100)
+    monkeypatch.setattr("adammcmc.posterior.store.archives.free_memory", lambda: 100)
     with pytest.raises(MemoryError, match="the jets read so far would take"):
         read_jets(path)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from weaver.nn.model.ParticleNet import ParticleNet as Weaver
 
 from adammcmc import AdamMCMC, Gaussian, sample
-from adammcmc.data import joined_batches
 from adammcmc.jets import Cloud, JetData, Jets, ParticleNet, ParticleNetLite, cloud_of, padded_inputs
 from adammcmc.jets.data import Rows
 from adammcmc.jets.particlenet import NOBODY, nearest
+from adammcmc.target.data import joined_batches
 
 EXACT: dict[str, Any] = {"atol": 1e-9, "rtol": 1e-9}
 # fewer particles than neighbours, just as many, one and two more; many; all 128 places

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from adammcmc import AdamMCMC, sample
-from adammcmc.cli import app
+from adammcmc.cli.commands import app
 from adammcmc.jets import Cloud, JetData, Jets, ParticleNetLite, bundled, read_jets, write_jets
 from adammcmc.jets.streaming import StreamedJets
 from adammcmc.jets.tagger import Tagger, Training

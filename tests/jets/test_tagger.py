@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from adammcmc import Posterior, encoding
-from adammcmc.encoding import encode
+from adammcmc import Posterior
 from adammcmc.jets import Jets, bundled, cloud_of, read_jets
 from adammcmc.jets.tagger import Tagger, Training
 from adammcmc.jets.tagging import accuracy
+from adammcmc.posterior.store import encoding
+from adammcmc.posterior.store.encoding import encode
 
 JETS = read_jets(bundled("jets"), max_jets=2500)
 FEW = JETS[:96]

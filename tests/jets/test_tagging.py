@@ -35,7 +35,7 @@ from adammcmc.jets.tagging import (
     roc,
     write_scores,
 )
-from adammcmc.predictive import Prediction
+from adammcmc.posterior.predictive import Prediction
 
 JETS = read_jets(bundled("jets"), max_jets=200)
 OTHERS = read_jets(bundled("others"), max_jets=300)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from adammcmc.encoding import read_state, write_state
-from adammcmc.replication import trials
-from adammcmc.replication.checkpoint import Checkpoint
-from adammcmc.replication.measures import rounded
-from adammcmc.replication.sets import JetSets, read_sets
-from adammcmc.replication.settings import PRESETS
-from adammcmc.replication.trials import Trial, run_trial
-from adammcmc.replication.work import Work
+from adammcmc.posterior.store.encoding import read_state, write_state
+from replication import trials
+from replication.checkpoint import Checkpoint
+from replication.measures import rounded
+from replication.sets import JetSets, read_sets
+from replication.settings import PRESETS
+from replication.trials import Trial, run_trial
+from replication.work import Work
 
 TINY = replace(PRESETS["smoke"], num_train=48, num_test=30, num_others=1, batch_size=12, steps=6, num_draws=3)
 HERE = {"device": "this one", "torch": "torch 2"}
@@ -58,7 +58,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 def test_a_state_is_due_after_some_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("adammcmc.replication.checkpoint.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("replication.checkpoint.time.monotonic", lambda: now[0])
     one, nothing = Checkpoint(tmp_path / ".a.safetensors", every=60.0), Checkpoint(every=0.0)
     part = one.part(3)
     for checkpoint in (one, part):
@@ -117,7 +117,7 @@ def test_a_state_that_cannot_be_written_is_told_and_the_trial_goes_on(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("adammcmc.encoding.safetensors_parts", full)
+        patch.setattr("adammcmc.posterior.store.encoding.safetensors_parts", full)
         with pytest.warns(UserWarning, match=r"a\.safetensors' cannot be written .*No space left"):
             record = record_of(trial, jets, Checkpoint(path, every=0.0))
     assert same(record, record_of(trial, jets))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from matplotlib import pyplot
 
-from adammcmc.replication.results import FIGURES, figure_module, read_result, replicate
-from adammcmc.replication.settings import PRESETS
+from replication.results import FIGURES, figure_module, read_result, replicate
+from replication.settings import PRESETS
 from tests.shell import Answer, ask
 
 KEPT = Path(__file__).parents[2] / "replication" / "results" / "h200"
@@ -43,7 +43,7 @@ def test_the_command_writes_all_figures(made: tuple[Path, Answer]) -> None:
 
 def test_a_second_call_runs_nothing(made: tuple[Path, Answer], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = made
-    monkeypatch.setattr("adammcmc.replication.work.run_trial", lambda *args: pytest.fail("a trial was run again"))
+    monkeypatch.setattr("replication.work.run_trial", lambda *args: pytest.fail("a trial was run again"))
     before = read_result(folder / "fig2b.json")
     after = replicate("fig2b", PRESETS["smoke"], folder, progress=False)
     assert json.loads(json.dumps(after))["result"] == before["result"]

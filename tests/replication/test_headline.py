@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from adammcmc.replication import headline
-from adammcmc.replication.sets import read_sets
-from adammcmc.replication.settings import PRESETS
-from adammcmc.replication.work import Work
+from replication import headline
+from replication.sets import read_sets
+from replication.settings import PRESETS
+from replication.work import Work
 
 EXACT = [name for name in headline.SAMPLERS if name.startswith("exact")]
 Result = dict[str, Any]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from adammcmc.replication.results import FIGURES, figure_module, read_result
-from adammcmc.replication.rows import VERSIONS
-from adammcmc.replication.sections import agreement
+from replication.results import FIGURES, figure_module, read_result
+from replication.rows import VERSIONS
+from replication.sections import agreement
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "replication.md").read_text()

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from adammcmc import uncertainty
 from adammcmc.jets.data import KINDS
-from adammcmc.replication import fig1, quality
-from adammcmc.replication.measures import PT_EDGES, judge, rounded
-from adammcmc.replication.rows import bands, lean, row
-from adammcmc.replication.sets import JetSets, read_sets
-from adammcmc.replication.settings import PRESETS
-from adammcmc.replication.trials import Trial
+from adammcmc.posterior import uncertainty
+from replication import fig1, quality
+from replication.measures import PT_EDGES, judge, rounded
+from replication.rows import bands, lean, row
+from replication.sets import JetSets, read_sets
+from replication.settings import PRESETS
+from replication.trials import Trial
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from adammcmc.jets import Jets
-from adammcmc.replication import drawing, epochs, fig1, fig2a, fig2b, fig3, fig4, ood, published, temperature
-from adammcmc.replication.measures import judge, rounded
-from adammcmc.replication.rows import VERSIONS
-from adammcmc.replication.sections import Line, name_of, of_test_jets, shown, table, verdict
-from adammcmc.replication.sets import JetSets, read_sets
-from adammcmc.replication.settings import PRESETS, Preset
-from adammcmc.replication.trials import Trial
+from replication import drawing, epochs, fig1, fig2a, fig2b, fig3, fig4, ood, published, temperature
+from replication.measures import judge, rounded
+from replication.rows import VERSIONS
+from replication.sections import Line, name_of, of_test_jets, shown, table, verdict
+from replication.sets import JetSets, read_sets
+from replication.settings import PRESETS, Preset
+from replication.trials import Trial
 
 FIGURES: dict[str, tuple[ModuleType, int]] = {
     "fig1": (fig1, 3), "fig2a": (fig2a, 8), "fig2b": (fig2b, 6), "fig3": (fig3, 16), "epochs": (epochs, 8),

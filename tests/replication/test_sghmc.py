@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adammcmc import Gaussian, UniformBall
-from adammcmc.replication.sghmc import ScaleAdaptedSGHMC
+from replication.sghmc import ScaleAdaptedSGHMC
 
 N, H = 50, 4.0  # data, curvature of U
 

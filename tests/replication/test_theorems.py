@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from adammcmc.replication import convergence, theorems
-from adammcmc.replication.convergence import NUM_BINS, Bound, Settings, bounds, distance, floor, inner_edges, log_density
-from adammcmc.replication.settings import PRESETS
-from adammcmc.replication.work import Work
+from replication import convergence, theorems
+from replication.convergence import NUM_BINS, Bound, Settings, bounds, distance, floor, inner_edges, log_density
+from replication.settings import PRESETS
+from replication.work import Work
 
 SMOKE = PRESETS["smoke"]
 

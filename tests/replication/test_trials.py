@@ -19,17 +19,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from adammcmc.data import derive_seed
 from adammcmc.jets import Jets
 from adammcmc.jets.particlenet import ParticleNetLite
-from adammcmc.replication.checkpoint import Checkpoint
-from adammcmc.replication.measures import coverage, judge, over_seeds, rounded
-from adammcmc.replication.rows import rows, seeds_of
-from adammcmc.replication.sets import JetSets, read_sets
-from adammcmc.replication.settings import PAPER_PARAMS, PRESETS, preset
-from adammcmc.replication.trials import METHODS, TESTS, Trial, _Run, _Sampling, run_trial
-from adammcmc.replication.work import Work
-from adammcmc.sampler import Sampler
+from adammcmc.samplers.sampler import Sampler
+from adammcmc.target.data import derive_seed
+from replication.checkpoint import Checkpoint
+from replication.measures import coverage, judge, over_seeds, rounded
+from replication.rows import rows, seeds_of
+from replication.sets import JetSets, read_sets
+from replication.settings import PAPER_PARAMS, PRESETS, preset
+from replication.trials import METHODS, TESTS, Trial, _Run, _Sampling, run_trial
+from replication.work import Work
 
 TINY = replace(PRESETS["smoke"], num_train=48, num_test=30, num_others=1, batch_size=12, steps=6, num_draws=3, exact_data=16)
 CPU = torch.device("cpu")
@@ -280,7 +280,7 @@ def test_a_trial_is_run_once(tmp_path: Path, jets: JetSets, monkeypatch: pytest.
         calls.append(trial)
         return {"trial": asdict(trial), "value": math.nan, "device": "cpu", "torch": "2", "seconds": 1.0}
 
-    monkeypatch.setattr("adammcmc.replication.work.run_trial", counted)
+    monkeypatch.setattr("replication.work.run_trial", counted)
     trials = [Trial("adam", seed=seed) for seed in (0, 1, 0)]
     first = Work(TINY, tmp_path, jets, progress=False).records(trials)
     again = Work(TINY, tmp_path, jets, progress=False)
@@ -293,7 +293,7 @@ def test_a_trial_is_run_once(tmp_path: Path, jets: JetSets, monkeypatch: pytest.
 
 def test_other_jets_are_other_trials(tmp_path: Path, jets: JetSets, monkeypatch: pytest.MonkeyPatch) -> None:
     record = {"trial": {"seed": 0}, "device": "cpu", "torch": "2", "seconds": 1.0}
-    monkeypatch.setattr("adammcmc.replication.work.run_trial", lambda *args: record)
+    monkeypatch.setattr("replication.work.run_trial", lambda *args: record)
     for sets in (jets, JetSets(jets.test, jets.train, jets.others)):
         Work(TINY, tmp_path, sets, progress=False).records([Trial("adam")])
     assert len(list((tmp_path / "trials").glob("*.json"))) == 2

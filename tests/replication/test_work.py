@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from adammcmc.replication.sets import read_sets
-from adammcmc.replication.settings import PRESETS
-from adammcmc.replication.trials import Trial
-from adammcmc.replication.work import Work
+from replication.sets import read_sets
+from replication.settings import PRESETS
+from replication.trials import Trial
+from replication.work import Work
 
 
 def test_a_preset_for_a_gpu_says_so_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = {"trial": {"seed": 0}, "device": "cpu", "torch": "2", "seconds": 1.0}
-    monkeypatch.setattr("adammcmc.replication.work.run_trial", lambda *args: record)
+    monkeypatch.setattr("replication.work.run_trial", lambda *args: record)
     jets = read_sets(PRESETS["smoke"])
     assert [name for name, preset in PRESETS.items() if preset.is_for_gpu] == ["h200", "paper"]
     work = Work(replace(PRESETS["h200"], device="cpu"), tmp_path, jets, progress=False)

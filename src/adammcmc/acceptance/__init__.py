@@ -1,15 +1,16 @@
-"""Whether to go: acceptance tests, small frozen objects with one signature (see `comparison.Test`)."""
+"""Whether to go: acceptance tests, small frozen objects with one signature (see `comparison.AcceptanceTest`)."""
 
 from adammcmc.acceptance.barker import Barker
 from adammcmc.acceptance.bounds import Bound, ClampedLoss, DerivativeBound, last_layer_bound, logistic_bound
-from adammcmc.acceptance.comparison import Comparison, Test, Verdict
+from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
 from adammcmc.acceptance.confidence import Confidence
-from adammcmc.acceptance.metropolis import AlwaysAccept, FullData, Minibatch, beta_eff, heat_of
+from adammcmc.acceptance.metropolis import AlwaysAccept, FullData, Minibatch, beta_eff, effective_beta
 from adammcmc.acceptance.penalty import Penalty
 from adammcmc.acceptance.sequential import Sequential
 from adammcmc.acceptance.tuna import Tuna
 
 __all__ = [
+    "AcceptanceTest",
     "AlwaysAccept",
     "Barker",
     "Bound",
@@ -21,11 +22,10 @@ __all__ = [
     "Minibatch",
     "Penalty",
     "Sequential",
-    "Test",
     "Tuna",
     "Verdict",
     "beta_eff",
-    "heat_of",
+    "effective_beta",
     "last_layer_bound",
     "logistic_bound",
 ]

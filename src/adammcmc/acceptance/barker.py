@@ -13,8 +13,8 @@ from torch import Tensor
 from adammcmc.acceptance.comparison import Comparison, Verdict
 from adammcmc.acceptance.correction import acceptance, correction
 from adammcmc.acceptance.subsample import Sample, check_batch_size, check_growth, estimate
-from adammcmc.leaves import is_finite
-from adammcmc.randomness import Randomness, normal, uniform
+from adammcmc.target.leaves import is_finite
+from adammcmc.target.randomness import Randomness, normal, uniform
 
 __all__ = ["Barker"]
 
@@ -42,9 +42,9 @@ class Barker:
     max_noise: float = 1.0
     max_skewness: float = 0.1
     needs_noise: ClassVar[bool] = True
-    is_plain: ClassVar[bool] = False
+    is_metropolis: ClassVar[bool] = False
     needs_examples: ClassVar[bool] = True
-    looks_on_the_way: ClassVar[bool] = True
+    reads_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_batch_size(self.batch_size, 30)

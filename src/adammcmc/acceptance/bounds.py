@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from adammcmc.acceptance.comparison import Comparison
-from adammcmc.leaves import Leaves, inner
+from adammcmc.target.leaves import Leaves, inner
 
 __all__ = ["Bound", "ClampedLoss", "DerivativeBound", "Table", "Tables", "distance", "last_layer_bound", "logistic_bound"]
 

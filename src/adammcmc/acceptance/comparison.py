@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from adammcmc.errors import PerExampleLossRequired
-from adammcmc.leaves import Leaves, is_finite
-from adammcmc.randomness import Randomness
-from adammcmc.target import Evaluation, Potential
+from adammcmc.target.leaves import Leaves, is_finite
+from adammcmc.target.randomness import Randomness
+from adammcmc.target.target import Evaluation, Potential
 
-__all__ = ["Comparison", "Differences", "Test", "Verdict"]
+__all__ = ["AcceptanceTest", "Comparison", "Differences", "Verdict"]
 
 _CHUNK = 4096  # examples in one forward
 
@@ -194,7 +194,7 @@ class Verdict(NamedTuple):
     """U at the current point on the full data, where the test knows it."""
 
 
-class Test(Protocol):
+class AcceptanceTest(Protocol):
     """`test(comparison, carry, generator) -> (Verdict, carry)`; `carry` is the test's memory between steps, None at first."""
 
     def __call__(self, comparison: Comparison, carry: Any, generator: Randomness) -> tuple[Verdict, Any]: ...
@@ -209,7 +209,7 @@ class Test(Protocol):
         ...
 
     @property
-    def is_plain(self) -> bool:
+    def is_metropolis(self) -> bool:
         """Whether the test is log uniform < Y with the Y that it reports.
 
         Only then is the acceptance of an exact chain 2 P(Y > 0), does noise of Y heat by `beta_eff`, and can the uniform number
@@ -223,6 +223,6 @@ class Test(Protocol):
         ...
 
     @property
-    def looks_on_the_way(self) -> bool:
+    def reads_device(self) -> bool:
         """Whether the test reads numbers from the device before it decides, so that no CUDA graph can hold it."""
         ...

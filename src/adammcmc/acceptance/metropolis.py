@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance.comparison import Comparison, Test, Verdict
+from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
 from adammcmc.acceptance.subsample import check_batch_size, estimate
 from adammcmc.errors import PerExampleLossRequired
-from adammcmc.leaves import is_finite
-from adammcmc.randomness import Randomness, uniform
+from adammcmc.target.leaves import is_finite
+from adammcmc.target.randomness import Randomness, uniform
 
-__all__ = ["AlwaysAccept", "FullData", "Minibatch", "beta_eff", "decisive", "heat_of", "metropolis"]
+__all__ = ["AlwaysAccept", "FullData", "Minibatch", "beta_eff", "decisive", "effective_beta", "metropolis"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Minibatch:
 
     batch_size: int | None = None
     needs_noise: ClassVar[bool] = True
-    is_plain: ClassVar[bool] = True
+    is_metropolis: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:
@@ -47,7 +47,7 @@ class Minibatch:
     def needs_examples(self) -> bool:
         return self.batch_size is not None
 
-    looks_on_the_way = needs_examples
+    reads_device = needs_examples
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         log_uniform = decisive(comparison, generator)
@@ -84,7 +84,7 @@ class FullData:
     chunk_size: int = 4096
     early_rejection: bool = False
     needs_noise: ClassVar[bool] = True
-    is_plain: ClassVar[bool] = True
+    is_metropolis: ClassVar[bool] = True
     needs_examples: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class FullData:
             raise ValueError(f"`chunk_size` must be at least 1, got {self.chunk_size}.")
 
     @property
-    def looks_on_the_way(self) -> bool:
+    def reads_device(self) -> bool:
         return self.early_rejection
 
     def __call__(self, comparison: Comparison, carry: Tensor | None, generator: Randomness) -> tuple[Verdict, Tensor | None]:
@@ -171,9 +171,9 @@ class AlwaysAccept:
     """
 
     needs_noise: ClassVar[bool] = False
-    is_plain: ClassVar[bool] = True
+    is_metropolis: ClassVar[bool] = True
     needs_examples: ClassVar[bool] = False
-    looks_on_the_way: ClassVar[bool] = False
+    reads_device: ClassVar[bool] = False
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         inside = is_finite(comparison.log_prior_difference()) & comparison.may_move
@@ -219,6 +219,6 @@ def beta_eff(noise: Tensor) -> Tensor:
     return 2 * w / (0.5 + w)
 
 
-def heat_of(test: Test, noise: Tensor) -> Tensor:
+def effective_beta(test: AcceptanceTest, noise: Tensor) -> Tensor:
     """`beta_eff` of a plain test; NaN for tests that allow for the noise of Y."""
-    return beta_eff(noise.double()) if getattr(test, "is_plain", True) else torch.full_like(noise, torch.nan)
+    return beta_eff(noise.double()) if getattr(test, "is_metropolis", True) else torch.full_like(noise, torch.nan)

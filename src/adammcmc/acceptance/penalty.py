@@ -11,7 +11,7 @@ from adammcmc.acceptance.comparison import Comparison, Verdict
 from adammcmc.acceptance.metropolis import decisive, metropolis
 from adammcmc.acceptance.subsample import Estimate, check_batch_size, estimate
 from adammcmc.errors import PerExampleLossRequired
-from adammcmc.randomness import Randomness
+from adammcmc.target.randomness import Randomness
 
 __all__ = ["Penalty"]
 
@@ -35,7 +35,7 @@ class Penalty:
 
     batch_size: int | None = None
     needs_noise: ClassVar[bool] = True
-    is_plain: ClassVar[bool] = False
+    is_metropolis: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:
@@ -45,7 +45,7 @@ class Penalty:
     def needs_examples(self) -> bool:
         return self.batch_size is not None
 
-    looks_on_the_way = needs_examples
+    reads_device = needs_examples
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         log_uniform = decisive(comparison, generator)

@@ -13,7 +13,7 @@ from torch import Tensor
 from adammcmc.acceptance.comparison import Comparison, Verdict
 from adammcmc.acceptance.metropolis import decisive, metropolis
 from adammcmc.acceptance.subsample import Sample, check_batch_size, check_growth, estimate
-from adammcmc.randomness import Randomness
+from adammcmc.target.randomness import Randomness
 
 __all__ = ["Sequential"]
 
@@ -39,9 +39,9 @@ class Sequential:
     batch_size: int = 100
     growth: float = 1.5
     needs_noise: ClassVar[bool] = True
-    is_plain: ClassVar[bool] = False
+    is_metropolis: ClassVar[bool] = False
     needs_examples: ClassVar[bool] = True
-    looks_on_the_way: ClassVar[bool] = True
+    reads_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.eps < 0.5:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from adammcmc.acceptance.comparison import Comparison
-from adammcmc.keyed import keys, order
-from adammcmc.leaves import is_finite
-from adammcmc.randomness import Randomness
+from adammcmc.target.keyed import keys, order
+from adammcmc.target.leaves import is_finite
+from adammcmc.target.randomness import Randomness
 
 __all__ = ["Estimate", "Sample", "check_batch_size", "check_growth", "estimate", "full_data", "look_sizes"]
 

@@ -13,10 +13,10 @@ from adammcmc.acceptance.bounds import Bound, Table, Tables, distance
 from adammcmc.acceptance.comparison import Comparison, Verdict
 from adammcmc.acceptance.metropolis import decisive, metropolis
 from adammcmc.acceptance.subsample import full_data
-from adammcmc.keyed import keys, numbers, poisson
-from adammcmc.leaves import is_finite
-from adammcmc.randomness import Randomness
-from adammcmc.warning import warn
+from adammcmc.errors import warn
+from adammcmc.target.keyed import keys, numbers, poisson
+from adammcmc.target.leaves import is_finite
+from adammcmc.target.randomness import Randomness
 
 __all__ = ["Tuna"]
 
@@ -54,9 +54,9 @@ class Tuna:
     bound: Bound
     chi: float = 0.1
     needs_noise: ClassVar[bool] = True
-    is_plain: ClassVar[bool] = False
+    is_metropolis: ClassVar[bool] = False
     needs_examples: ClassVar[bool] = True
-    looks_on_the_way: ClassVar[bool] = True
+    reads_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.chi < float("inf"):

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from adammcmc.data import Indexed
 from adammcmc.jets.data import Jets, Rows
 from adammcmc.jets.particlenet import NOBODY, Cloud, nearest
+from adammcmc.target.data import Indexed
 
 __all__ = ["FEATURES", "JetData", "cloud_of", "features", "padded_inputs"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from adammcmc.jets.data import KINDS, Jets
 from adammcmc.jets.tagging import evaluate, groups, mean_by_pt, roc, scores_of
-from adammcmc.predictive import Prediction
-from adammcmc.whole import whole
+from adammcmc.posterior.predictive import Prediction
+from adammcmc.posterior.store.whole import whole
 
 __all__ = ["draw_others", "draw_tagging", "panel_groups", "panel_information", "panel_roc"]
 

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from adammcmc.archives import check_fits, read_npz
 from adammcmc.jets.data import KINDS, Jets, jets_from_p4
 from adammcmc.jets.hdf5 import PandasTable, TableError, open_table
-from adammcmc.whole import whole
+from adammcmc.posterior.store.archives import check_fits, read_npz
+from adammcmc.posterior.store.whole import whole
 
 __all__ = ["JetFileError", "read_jets", "stream_jets", "write_jets"]
 

@@ -20,12 +20,12 @@ from threading import Thread
 
 import numpy as np
 
-from adammcmc.data import derive_seed
 from adammcmc.jets.data import Jets, kind_number
 from adammcmc.jets.events import PROCEDURE, Events, Settings, jets_of_events
 from adammcmc.jets.files import JetFileError, read_jets, write_jets
-from adammcmc.progress import show_bar
-from adammcmc.whole import write_whole
+from adammcmc.posterior.store.whole import write_whole
+from adammcmc.samplers.progress import show_bar
+from adammcmc.target.data import derive_seed
 
 __all__ = ["generate"]
 

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from adammcmc.data import Batch, Data, derive_seed
 from adammcmc.jets.data import Jets
 from adammcmc.jets.features import JetData
 from adammcmc.jets.files import jet_files, stream_jets
+from adammcmc.target.data import Batch, Data, derive_seed
 
 __all__ = ["StreamedJets"]
 

@@ -19,20 +19,20 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
 
-from adammcmc.data import to_device
-from adammcmc.encoding import read_state, write_state
-from adammcmc.exact import Underdamped
-from adammcmc.factory import Factory
 from adammcmc.jets.data import Jets
 from adammcmc.jets.features import JetData, cloud_bytes
 from adammcmc.jets.particlenet import ParticleNet, ParticleNetLite
 from adammcmc.jets.streaming import StreamedJets
-from adammcmc.optimizer import AdamMCMC, AsReleased
-from adammcmc.posterior import Posterior
-from adammcmc.predictive import Prediction
-from adammcmc.progress import Bar, show_bar
-from adammcmc.run import sample
-from adammcmc.target import Gaussian
+from adammcmc.posterior.posterior import Posterior
+from adammcmc.posterior.predictive import Prediction
+from adammcmc.posterior.store.encoding import read_state, write_state
+from adammcmc.runs.factory import Factory
+from adammcmc.runs.run import sample
+from adammcmc.samplers.exact import Underdamped
+from adammcmc.samplers.optimizer import AdamMCMC, AsReleased
+from adammcmc.samplers.progress import Bar, show_bar
+from adammcmc.target.data import to_device
+from adammcmc.target.target import Gaussian
 
 __all__ = ["NETWORKS", "Tagger", "Training", "best_device"]
 

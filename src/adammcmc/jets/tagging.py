@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adammcmc.calibration import Measured, auroc
-from adammcmc.encoding import strict_json
 from adammcmc.jets.data import KINDS, Jets, kind_number
-from adammcmc.predictive import Prediction
-from adammcmc.uncertainty import quantile_of_sorted
-from adammcmc.whole import whole
+from adammcmc.posterior.calibration import Measured, auroc
+from adammcmc.posterior.predictive import Prediction
+from adammcmc.posterior.store.encoding import strict_json
+from adammcmc.posterior.store.whole import whole
+from adammcmc.posterior.uncertainty import quantile_of_sorted
 
 __all__ = [
     "Band",

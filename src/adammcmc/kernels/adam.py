@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from adammcmc.acceptance import Minibatch, Test
-from adammcmc.direction import Adam, Direction, OptimizerStep
-from adammcmc.kernel import ChainState, Info, Once, settle, start
+from adammcmc.acceptance import AcceptanceTest, Minibatch
 from adammcmc.kernels.arguments import check_betas, check_chains, check_noise, check_not_negative, checked, checked_one, times
-from adammcmc.leaves import Leaves, PerLeaf, Setting, Settings, flatten
-from adammcmc.proposal import Elementwise, Move, Prolate
-from adammcmc.randomness import Randomness
-from adammcmc.target import Evaluation, Potential
+from adammcmc.kernels.direction import Adam, Direction, OptimizerStep
+from adammcmc.kernels.kernel import ChainState, Info, Once, settle, start
+from adammcmc.kernels.proposal import Elementwise, Move, Prolate
+from adammcmc.target.leaves import Leaves, PerLeaf, Setting, Settings, flatten
+from adammcmc.target.randomness import Randomness
+from adammcmc.target.target import Evaluation, Potential
 
 __all__ = ["AdamMCMCKernel", "adam_mcmc", "as_released", "optimizer_mcmc"]
 
@@ -26,7 +26,7 @@ class AdamMCMCKernel:
 
     direction: Direction
     proposal: Prolate
-    acceptance: Test
+    acceptance: AcceptanceTest
     name: str = "AdamMCMC (Algorithm 1)"
     target_acceptance: ClassVar[float] = 0.6
 
@@ -87,7 +87,7 @@ def adam_mcmc(
     *,
     sigma: Settings,
     sigma_along: Setting = 0.0,
-    acceptance: Test | None = None,
+    acceptance: AcceptanceTest | None = None,
 ) -> AdamMCMCKernel:
     r"""Algorithm 1 of the paper, as printed.
 
@@ -125,7 +125,7 @@ def as_released(
     *,
     sigma: Settings,
     sigma_along: Setting = 0.0,
-    acceptance: Test | None = None,
+    acceptance: AcceptanceTest | None = None,
 ) -> AdamMCMCKernel:
     r"""What the code released with the paper does in place of Algorithm 1. **For replication only: no detailed balance.**
 
@@ -148,7 +148,7 @@ def optimizer_mcmc(
     *,
     sigma: Settings,
     sigma_along: Setting = 0.0,
-    acceptance: Test | None = None,
+    acceptance: AcceptanceTest | None = None,
 ) -> AdamMCMCKernel:
     """Algorithm 1 with the step of any `torch.optim` optimizer in place of Adam's: SGD, NAdam, RMSprop, ...
 

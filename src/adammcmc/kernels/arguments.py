@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance import Test
-from adammcmc.leaves import Leaves, PerLeaf, Setting, Settings, flatten
+from adammcmc.acceptance import AcceptanceTest
+from adammcmc.target.leaves import Leaves, PerLeaf, Setting, Settings, flatten
 
 __all__ = [
     "SETTINGS",
@@ -71,7 +71,7 @@ def check_betas(betas: PerLeaf[tuple[float, float]]) -> None:
             raise ValueError(f"`betas` must lie in [0, 1), got {pair}.")
 
 
-def check_noise(sigma: Settings, acceptance: Test) -> None:
+def check_noise(sigma: Settings, acceptance: AcceptanceTest) -> None:
     """sigma = 0 has no density to test."""
     sigmas = sigma if isinstance(sigma, list) else [sigma]
     if acceptance.needs_noise and not all(bool((s > 0).all()) if isinstance(s, Tensor) else s > 0 for s in sigmas):

@@ -9,16 +9,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance import Minibatch, Test
-from adammcmc.direction import Gradient
+from adammcmc.acceptance import AcceptanceTest, Minibatch
 from adammcmc.errors import PerExampleLossRequired
-from adammcmc.kernel import ChainState, Info, Once, settle, start
 from adammcmc.kernels.arguments import check_chains, check_preconditioner, times
+from adammcmc.kernels.direction import Gradient
+from adammcmc.kernels.kernel import ChainState, Info, Once, settle, start
 from adammcmc.kernels.langevin import mala
-from adammcmc.leaves import Leaves, Setting, Settings, flatten, spread_settings
-from adammcmc.proposal import Langevin
-from adammcmc.randomness import Randomness, uniform
-from adammcmc.target import Evaluation, Potential, potential_difference
+from adammcmc.kernels.proposal import Langevin
+from adammcmc.target.leaves import Leaves, Setting, Settings, flatten, spread_settings
+from adammcmc.target.randomness import Randomness, uniform
+from adammcmc.target.target import Evaluation, Potential, potential_difference
 
 __all__ = ["CarriedBatch", "CorrectedMALAKernel", "corrected_mala"]
 
@@ -42,7 +42,7 @@ class CorrectedMALAKernel:
     name: str = "corrected stochastic MALA"
     structure: Any = None
     """Of the preconditioner, if it is not one tensor or a tuple of tensors."""
-    acceptance: ClassVar[Test] = Minibatch()
+    acceptance: ClassVar[AcceptanceTest] = Minibatch()
     """Metropolis: the pair's ratio is exact."""
     target_acceptance: ClassVar[float] = 0.57
     has_ragged_batches: ClassVar[bool] = True

@@ -9,10 +9,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance import Minibatch, Test
-from adammcmc.kernel import ChainState, Info, Once, settle, start
+from adammcmc.acceptance import AcceptanceTest, Minibatch
 from adammcmc.kernels.arguments import check_betas, check_chains, check_noise, check_not_negative, checked, checked_one, times
-from adammcmc.leaves import (
+from adammcmc.kernels.kernel import ChainState, Info, Once, settle, start
+from adammcmc.kernels.proposal import Prolate
+from adammcmc.target.leaves import (
     Leaves,
     PerLeaf,
     Setting,
@@ -26,9 +27,8 @@ from adammcmc.leaves import (
     standard_normal,
     widen,
 )
-from adammcmc.proposal import Prolate
-from adammcmc.randomness import Randomness
-from adammcmc.target import Evaluation, Potential
+from adammcmc.target.randomness import Randomness
+from adammcmc.target.target import Evaluation, Potential
 
 __all__ = ["ExactAdamMCMCKernel", "NoisyMoments", "exact_adam_mcmc"]
 
@@ -49,7 +49,7 @@ class ExactAdamMCMCKernel:
     proposal: Prolate
     momentum_spread: tuple[float, float]
     floor: float
-    acceptance: Test
+    acceptance: AcceptanceTest
     name: str = "AdamMCMC, exact chain of Theorem 1"
     target_acceptance: ClassVar[float] = 0.25
 
@@ -159,7 +159,7 @@ def exact_adam_mcmc(
     sigma_along: Setting = 0.0,
     momentum_spread: tuple[float, float],
     floor: float | None = None,
-    acceptance: Test | None = None,
+    acceptance: AcceptanceTest | None = None,
 ) -> ExactAdamMCMCKernel:
     r"""The augmented chain of Theorem 1 (eq. (9) and (10)): Adam's momenta as part of the state. **Exact.**
 
@@ -181,7 +181,7 @@ def exact_adam_mcmc(
         sigma: as in `adam_mcmc`.
         sigma_along: as in `adam_mcmc`.
         momentum_spread: (s1, s2), rho_l / sqrt(1 - beta_l^2) in the paper's letters: the standard deviation of the momenta
-            around the gradient and its square. About 1.5 times |D_l| is good; `adammcmc.tuning.momentum_spread` measures it.
+            around the gradient and its square. About 1.5 times |D_l| is good; `momentum_spread` measures it.
         floor: keeps u finite where m2 crosses zero; None is s2. (With a tiny one u has heavy tails, and nothing is accepted.)
         acceptance: the test; `Minibatch()` by default, which is exact here.
     """

@@ -10,10 +10,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance import Minibatch, Test
-from adammcmc.kernel import ChainState, Info, Once, settle, start
+from adammcmc.acceptance import AcceptanceTest, Minibatch
 from adammcmc.kernels.arguments import check_chains, check_preconditioner, checked, times
-from adammcmc.leaves import (
+from adammcmc.kernels.kernel import ChainState, Info, Once, settle, start
+from adammcmc.kernels.proposal import Move
+from adammcmc.target.leaves import (
     Leaves,
     Setting,
     Settings,
@@ -25,9 +26,8 @@ from adammcmc.leaves import (
     standard_normal,
     widen,
 )
-from adammcmc.proposal import Move
-from adammcmc.randomness import Randomness, uniform
-from adammcmc.target import Evaluation, Potential
+from adammcmc.target.randomness import Randomness, uniform
+from adammcmc.target.target import Evaluation, Potential
 
 __all__ = ["Momentum", "UnderdampedKernel", "hmc", "underdamped"]
 
@@ -50,7 +50,7 @@ class UnderdampedKernel:
 
     step_size: Settings
     friction: float | None
-    acceptance: Test
+    acceptance: AcceptanceTest
     num_leapfrog: int = 1
     persistent_uniform: bool = True
     preconditioner: Leaves | None = None
@@ -199,7 +199,7 @@ def underdamped(
     num_leapfrog: int = 1,
     persistent_uniform: bool | None = None,
     preconditioner: Any = None,
-    acceptance: Test | None = None,
+    acceptance: AcceptanceTest | None = None,
 ) -> UnderdampedKernel:
     r"""Metropolised underdamped Langevin dynamics (Horowitz 1991): momentum and Metropolis, combined exactly. **Recommended.**
 
@@ -232,19 +232,19 @@ def underdamped(
     if type(num_leapfrog) is not int or num_leapfrog < 1:
         raise ValueError(f"`num_leapfrog` must be a whole number, at least 1, got {num_leapfrog!r}.")
     test = acceptance or Minibatch()
-    is_plain = getattr(test, "is_plain", True)
-    if persistent_uniform and not is_plain:
+    is_metropolis = getattr(test, "is_metropolis", True)
+    if persistent_uniform and not is_metropolis:
         raise ValueError(
             f"`persistent_uniform` must be False with this test ({test}): it is not log uniform < Y, so that the number that "
             "decides would not be uniform at the next step."
         )
-    persistent_uniform = is_plain if persistent_uniform is None else persistent_uniform
+    persistent_uniform = is_metropolis if persistent_uniform is None else persistent_uniform
     diagonal, structure = (None, None) if preconditioner is None else flatten(preconditioner)
     return UnderdampedKernel(step_size, friction, test, num_leapfrog, persistent_uniform, diagonal, structure)
 
 
 def hmc(
-    step_size: Settings, num_leapfrog: int = 10, *, preconditioner: Any = None, acceptance: Test | None = None
+    step_size: Settings, num_leapfrog: int = 10, *, preconditioner: Any = None, acceptance: AcceptanceTest | None = None
 ) -> UnderdampedKernel:
     """Hamiltonian Monte Carlo: `underdamped` with a new momentum at each step, and a fresh uniform number.
 

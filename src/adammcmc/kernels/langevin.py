@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from adammcmc.acceptance import Minibatch, Test
-from adammcmc.direction import Gradient
-from adammcmc.kernel import ChainState, Info, Once, settle, start
+from adammcmc.acceptance import AcceptanceTest, Minibatch
 from adammcmc.kernels.arguments import check_chains, check_noise, check_preconditioner, checked, checked_one, times
-from adammcmc.leaves import Leaves, Setting, Settings, flatten, spread_settings
-from adammcmc.proposal import Langevin
-from adammcmc.randomness import Randomness
-from adammcmc.target import Potential
+from adammcmc.kernels.direction import Gradient
+from adammcmc.kernels.kernel import ChainState, Info, Once, settle, start
+from adammcmc.kernels.proposal import Langevin
+from adammcmc.target.leaves import Leaves, Setting, Settings, flatten, spread_settings
+from adammcmc.target.randomness import Randomness
+from adammcmc.target.target import Potential
 
 __all__ = ["MALAKernel", "mala"]
 
@@ -26,7 +26,7 @@ class MALAKernel:
 
     step_size: Settings
     proposal: Langevin
-    acceptance: Test
+    acceptance: AcceptanceTest
     name: str = "MALA"
     structure: Any = None
     """Of the preconditioner, if it is not one tensor or a tuple of tensors."""
@@ -90,7 +90,7 @@ def mala(
     sigma: Settings | None = None,
     sigma_along: Setting = 0.0,
     preconditioner: Any = None,
-    acceptance: Test | None = None,
+    acceptance: AcceptanceTest | None = None,
 ) -> MALAKernel:
     r"""The Metropolis-adjusted Langevin algorithm (eq. (2)), directional (eq. (4)) and preconditioned.
 

@@ -1,0 +1,135 @@
+"""A figure from its command to its files: `<figure>.json`, `<figure>.png` and `<figure>.md`."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import threading
+import time
+from dataclasses import asdict
+from importlib import import_module
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import adammcmc
+from adammcmc.errors import warn
+from adammcmc.posterior.store.whole import whole, write_whole
+from replication.measures import rounded
+from replication.sets import read_sets
+from replication.settings import Preset
+from replication.work import Work
+
+__all__ = ["FIGURES", "figure_module", "read_result", "replicate"]
+
+FIGURES = {
+    "headline": "headline",
+    "fig1": "fig1",
+    "fig2a": "fig2a",
+    "fig2b": "fig2b",
+    "fig3": "fig3",
+    "epochs": "epochs",
+    "fig4": "fig4",
+    "ood": "ood",
+    "lambda": "temperature",
+    "theorems": "theorems",
+}
+"""What may be replicated, in the order of the page, and the file that does it."""
+
+
+def figure_module(name: str) -> ModuleType:
+    """The file of a figure: it has `TITLE`, `run`, `draw` and `section`."""
+    if name not in FIGURES:
+        raise ValueError(f"there is no figure '{name}'. Known: {', '.join(FIGURES)}.")
+    return import_module(f"replication.{FIGURES[name]}")
+
+
+def replicate(
+    figure: str,
+    preset: Preset,
+    folder: str | Path,
+    *,
+    jets: str | Path | None = None,
+    workers: int = 1,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Run what is missing of a figure and write its files.
+
+    Args:
+        figure: one of `FIGURES`.
+        preset: how large.
+        folder: where results go, and the trials that were done.
+        jets: a folder with `train` and `others`; None is what comes with the library.
+        workers: processes that share the trials. On a GPU several are faster than one: most of a small network's step is spent
+            on the host. (There, start NVIDIA's MPS first, or they wait for each other.)
+        progress: show bars.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"'{folder}' is a file: results need a folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    module = figure_module(figure)
+    began = time.monotonic()
+    others = [
+        multiprocessing.get_context("spawn").Process(target=_help, args=(figure, preset, folder, jets), daemon=True)
+        for _ in range(workers - 1)
+    ]
+    for process in others:
+        process.start()
+    try:
+        work = Work(preset, folder, None if jets is None else read_sets(preset, jets), progress=progress)
+        result = rounded(module.run(preset, work))
+    finally:
+        died = [process.exitcode for process in others if process.exitcode]
+        for process in others:
+            process.terminate()
+    if died:
+        warn(f"{len(died)} of {len(others)} workers died (exit codes {died}); their trials were run again.")
+    document = {
+        "figure": figure,
+        "title": module.TITLE,
+        "command": f"adammcmc replicate {figure} --preset {preset.name}" + ("" if jets is None else " --jets JETS"),
+        "preset": asdict(preset),
+        "command_seconds": round(time.monotonic() - began, 1),  # (trials that were there took theirs before)
+        "trials": work.used(),
+        "adammcmc": adammcmc.__version__,
+        "result": result,
+    }
+    write_whole(folder / f"{figure}.json", json.dumps(document, allow_nan=False) + "\n")
+    write_files(document, folder)
+    return document
+
+
+def write_files(document: dict[str, Any], folder: Path) -> None:
+    """The picture and the section, from the document alone."""
+    module = figure_module(document["figure"])
+    with whole(folder / f"{document['figure']}.png") as file:
+        module.draw(document["result"]).savefig(file, dpi=110, bbox_inches="tight")
+    write_whole(folder / f"{document['figure']}.md", module.section(document["result"]))
+
+
+def read_result(path: str | Path) -> dict[str, Any]:
+    """A document that `replicate` wrote."""
+    try:
+        document: dict[str, Any] = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"'{path}' is no result of `adammcmc replicate`: {error}.") from error
+    if document.get("figure") not in FIGURES or "result" not in document:
+        raise ValueError(f"'{path}' is no result of `adammcmc replicate`.")
+    return document
+
+
+def _help(figure: str, preset: Preset, folder: Path, jets: str | Path | None) -> None:
+    """Another process on the same trials; it ends with the one that started it, however that ends."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    work = Work(preset, folder, None if jets is None else read_sets(preset, jets), progress=False)
+    figure_module(figure).run(preset, work)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

@@ -1,0 +1,1 @@
+"""Faster ways to compute the same moves: Triton kernels and CUDA graphs."""

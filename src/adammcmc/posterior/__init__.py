@@ -1,0 +1,1 @@
+"""The draws of a run, and what they say: prediction, calibration, diagnostics, report."""

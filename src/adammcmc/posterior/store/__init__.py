@@ -1,0 +1,1 @@
+"""Draws and checkpoints on disk or in memory."""

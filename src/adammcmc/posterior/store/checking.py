@@ -1,0 +1,238 @@
+"""Whether a run folder is whole, file by file, and what of a damaged one can be repaired. It needs no network."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from adammcmc.errors import StoreCorrupt, StoreMismatch
+from adammcmc.posterior.store.encoding import checksum
+from adammcmc.posterior.store.folder import FolderStore, set_aside
+from adammcmc.posterior.store.records import Lines, Record, check_record, draw_name, load_json, read_good_lines
+from adammcmc.posterior.store.whole import sync_folder
+
+__all__ = ["Check", "check_run"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `check_run` found. `print` it for the lines and the verdict."""
+
+    path: Path
+    problems: tuple[str, ...]
+    """What was wrong, one line each."""
+    repairs: tuple[str, ...]
+    """What was done about it."""
+    left: tuple[str, ...]
+    """What is still wrong."""
+    num_draws: int
+    """Draws that the index has."""
+    num_usable: int
+    """Draws whose weights are there and whole."""
+    is_readable: bool = True
+    """Whether `run.json` can be read: without it the other files are not checked, and nothing can be repaired."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is wrong with the run, or nothing any more."""
+        return not self.left
+
+    @property
+    def verdict(self) -> str:
+        """In one line."""
+        if not self.is_readable:
+            return "damaged: run.json cannot be read or repaired. Restore it from a copy; the draws were not checked"
+        draws = f"{self.num_draws} draws in the index, weights of {self.num_usable}"
+        if not self.problems:
+            return f"sound: {draws}"
+        count = f"{len(self.problems)} problem{'s' * (len(self.problems) > 1)}"
+        if not self.repairs and not self.is_sound:
+            return f"damaged: {count}; {draws}. `adammcmc check {self.path} --repair` recovers what it can"
+        return f"repaired: {draws}" if self.is_sound else f"repaired in part: {'; '.join(self.left)}; {draws}"
+
+    def __str__(self) -> str:
+        return "\n".join([*self.problems, *(f"repaired: {words}" for words in self.repairs), self.verdict])
+
+
+def check_run(path: str | Path, *, repair: bool = False) -> Check:
+    """Verify every file of a run: `run.json`, each line of the index, each draw, each checkpoint.
+
+    Args:
+        path: the folder of the run.
+        repair: make the index again, from its good lines and from the draws; rename damaged draws and checkpoints (nothing is
+            deleted); fall back on the checkpoint before. Needs the lock: no process may be writing to the run.
+
+    Raises:
+        StoreMismatch: the folder holds no run, or one of a newer version.
+        StoreLocked: `repair`, and another process writes to the run.
+    """
+    path = Path(path)
+    try:
+        folder = _Folder(path, writes=repair)
+    except StoreCorrupt as error:  # without run.json nobody can tell what the rest is
+        return Check(path, (str(error),), (), (str(error),), 0, 0, is_readable=False)
+    try:
+        folder.look()
+        problems, repairs = folder.problems, []
+        if repair and problems:
+            repairs = folder.repair()
+            folder.look()
+        return Check(path, tuple(problems), tuple(repairs), tuple(folder.problems), len(folder.index), folder.num_usable)
+    finally:
+        folder.close()
+
+
+class _Folder(FolderStore):
+    """A run folder whose index is not trusted."""
+
+    problems: list[str]
+    num_usable: int
+
+    def _read_index(self, writes: bool) -> None:
+        """Not yet: `look` does, and goes on where this would refuse."""
+
+    def look(self) -> None:
+        """Read everything, and note what is wrong."""
+        self.problems, self.num_usable, self._verified = [], 0, set()
+        folders, number = self._chain_folders(), self.manifest["configuration"]["num_chains"]
+        self.problems += [f"'{f}': run.json says num_chains = {number}." for chain, f in folders.items() if chain >= number]
+        chains = [chain for chain in folders if chain < number]
+        keys: list[int | None] = [None] if self.is_stacked else list(chains)
+        # before the index: a run that is being written to may be ahead of its checkpoint, never behind
+        states = {key: [self._try_checkpoint(file) for file in self._checkpoints(key)] for key in keys}
+        self._lines = {chain: self._try_chain(chain) for chain in chains}
+        self._index = {chain: lines.records for chain, lines in self._lines.items()}
+        self.problems += [f"'{self.path / name}' is missing." for name in self.missing_chains()]
+        self.problems += [f"{lines.problem}." for lines in self._lines.values() if lines.problem is not None]
+        self._bad = {key: words for record in self.kept() for key, words in self._try_draw(record)}
+        self.problems += self._bad.values()
+        self.num_usable = len(self.kept()) - len(self._bad)
+        for key, found in states.items():
+            counts = [self.num_draws(chain) for chain in (chains if key is None else [key])]
+            self._compare(key, found, min(counts, default=0))
+
+    def _compare(self, key: int | None, states: list[dict[str, Any] | None], num_draws: int) -> None:
+        """Checkpoints with the index."""
+        name = "the run" if key is None else f"chain {key}"
+        ahead = [state for state in states if state is not None and state["num_draws"] > num_draws]
+        if states[0] is None and states[1] is not None:
+            self.problems.append(f"the newest checkpoint of {name} is missing or damaged; the one before is whole.")
+        if states[0] is not None and states[0]["num_draws"] < num_draws - 1:  # (a run that is being written is one behind)
+            self.problems.append(f"the checkpoint of {name} is of draw {states[0]['num_draws']}, the index has {num_draws}.")
+        if states[0] is not None and states[0] in ahead:
+            self.problems.append(f"the index of {name} has {num_draws} draws, its checkpoint {states[0]['num_draws']}.")
+        if not [state for state in states if state is not None and state not in ahead]:
+            self.problems.append(f"{name} cannot be resumed: it has no checkpoint that is whole and fits the index.")
+
+    def _try_checkpoint(self, file: Path) -> dict[str, Any] | None:
+        """How many draws it has, if it is whole."""
+        try:
+            state = self.read_checkpoint(file)
+        except StoreCorrupt as error:
+            self.problems.append(str(error))
+            return None
+        return None if state is None else {"file": str(file), "num_draws": state["num_draws"]}
+
+    def _try_chain(self, chain: int) -> Lines:
+        try:
+            return self.read_chain(chain)
+        except StoreCorrupt as error:  # it is no plain file
+            return Lines([], str(error).removesuffix("."), is_unfinished=False)
+
+    def _try_draw(self, record: Record) -> list[tuple[tuple[int, int], str]]:
+        """What is wrong with a draw: nothing, or one thing."""
+        words = self.problem_of(record)
+        try:
+            if words is None:
+                self.load(record)
+        except StoreCorrupt as error:
+            words = str(error).partition(" `adammcmc")[0].removesuffix(".")
+        except StoreMismatch:  # dropped since, by a run that goes on
+            return []
+        return [] if words is None else [((record["chain"], record["draw"]), f"{words}.")]
+
+    # --- repair -------------------------------------------------------------------------------------------------
+
+    def repair(self) -> list[str]:
+        """What can be done about the problems; what was done is returned."""
+        done: list[str] = []
+        for chain, lines in self._lines.items():
+            records = self._rebuilt(chain)
+            for record in records:
+                if self._bad.get((chain, record["draw"])) is not None:
+                    done += self._put_aside(record)
+            if records != lines.records or lines.problem is not None or lines.is_unfinished:
+                if lines.problem is not None and os.path.lexists(index := self._folder(chain) / "index.jsonl"):
+                    set_aside(index)
+                self.write_index(chain, records)
+                done.append(f"the index of chain {chain} has {len(records)} draws.")
+        keys: list[int | None] = [None] if self.is_stacked else list(self._lines)
+        for key in keys:
+            done += self._repair_checkpoints(key, list(self._lines) if key is None else [key])
+        return done
+
+    def _rebuilt(self, chain: int) -> list[Record]:
+        """The records of a chain, from the good lines of its index and from its draws, up to the first that neither has."""
+        folder = self._folder(chain)
+        has_files = self.manifest["keep"] != "moments"
+        found = read_good_lines(folder / "index.jsonl", chain, is_sealed=self.is_sealed, has_files=has_files)
+        for file in sorted(folder.glob("draw-*.safetensors")):
+            match = re.fullmatch(r"draw-(\d{6,})\.safetensors", file.name)
+            if match and int(match[1]) not in found and (record := _record_in(file, chain, int(match[1]))) is not None:
+                found[record["draw"]] = record
+        records: list[Record] = []
+        while (record := found.get(len(records))) is not None:
+            records.append(record)
+        self._index[chain] = records
+        for record in self.kept():  # draws that the index had lost were not looked at
+            if record["chain"] == chain and (chain, record["draw"]) not in self._bad:
+                self._bad |= dict(self._try_draw(record))
+        return records
+
+    def _put_aside(self, record: Record) -> list[str]:
+        """A damaged draw: its line stays, without its file."""
+        file, name = self._file(record), f"draw {record['draw']} of chain {record['chain']}"
+        for key in ("file", "bytes", "crc32"):
+            record.pop(key, None)
+        record["is_set_aside"] = True
+        if not os.path.lexists(file):
+            return [f"{name} is missing: its numbers stay in the index."]
+        return [f"{name} is now '{set_aside(file).name}': its numbers stay in the index."]
+
+    def _repair_checkpoints(self, key: int | None, chains: list[int]) -> list[str]:
+        newest, previous = self._checkpoints(key)
+        done, usable = [], []
+        for file in (newest, previous):
+            try:
+                if self._usable(file, chains) is not None:
+                    usable.append(file)
+            except StoreCorrupt:
+                if self._try_checkpoint(file) is None:  # one that is only ahead of the index still has the health of its chain
+                    done.append(f"'{file}' is now '{set_aside(file).name}'.")
+        if usable == [previous]:
+            if os.path.lexists(newest):
+                done.append(f"'{newest}' is now '{set_aside(newest).name}'.")
+            self._keep_as(previous, newest)
+            sync_folder(newest.parent)
+            done.append(f"'{newest}' is now the previous checkpoint.")
+        return done
+
+
+def _record_in(file: Path, chain: int, draw: int) -> Record | None:
+    """What a draw says of itself, as the index would; None if it is damaged, or of format 1."""
+    try:
+        computed, written = checksum(file)
+        if written != computed:
+            return None
+        with safe_open(file, framework="pt") as content:
+            record = load_json(content.metadata()["record"])
+        record = {**record, "file": draw_name(draw), "bytes": file.stat().st_size, "crc32": computed}
+        check_record(record, chain, draw, has_files=True)
+    except Exception:  # a file that says nothing of use, in whatever way
+        return None
+    return dict(record)

@@ -1,0 +1,307 @@
+"""Tensors and nested states as bytes, without pickle: safetensors for tensors, JSON for the rest.
+
+A sealed file holds its own checksum: the first entry of its metadata, "crc32", has the eight hexadecimal digits of the crc32
+of the whole file, computed with these digits as zeros.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import RawIOBase
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.utils import _pytree
+
+from adammcmc.posterior.store.whole import open_plain, whole
+
+__all__ = [
+    "HostCopies",
+    "Tensors",
+    "can_store",
+    "checksum",
+    "decode",
+    "encode",
+    "plain_json",
+    "read_state",
+    "safetensors_parts",
+    "strict_json",
+    "write_parts",
+    "write_state",
+]
+
+Tensors = Mapping[str, Tensor]
+
+
+def encode(state: Any) -> tuple[str, dict[str, Tensor]]:
+    """A nested state of numbers, strings, lists, tuples, dictionaries and tensors: as JSON, and its tensors by name.
+
+    Example:
+        >>> text, tensors = encode({"a": (1, None), 7: torch.ones(2)})
+        >>> decode(text, tensors)
+        {'a': (1, None), 7: tensor([1., 1.])}
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def walk(value: Any, where: str) -> Any:
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, int):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if isinstance(value, Tensor):
+            name = where.lstrip("/") or "tensor"
+            if name in tensors:  # the number 1 and the string "1"
+                name = f"{name}#{len(tensors)}"
+            tensors[name] = value.detach()
+            return {"tensor": name}
+        if isinstance(value, list):
+            return [walk(item, f"{where}/{i}") for i, item in enumerate(value)]
+        if isinstance(value, tuple):
+            return {"tuple": [walk(item, f"{where}/{i}") for i, item in enumerate(value)]}
+        if isinstance(value, Mapping):
+            pairs = [[walk(key, where), walk(item, f"{where}/{key}")] for key, item in value.items()]
+            return {"dict": pairs}
+        if isinstance(value, bytes):
+            return {"bytes": base64.b64encode(value).decode()}
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            return {"array": walk(torch.from_numpy(value.copy()), where)}
+        raise TypeError(f"'{where}' is a {type(value).__name__}, which cannot be saved without pickle.")
+
+    return json.dumps(walk(state, ""), allow_nan=False), tensors
+
+
+def decode(text: str, tensors: Tensors) -> Any:
+    """What `encode` was given."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, list):
+            return [walk(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        ((kind, content),) = value.items()
+        if kind == "float":
+            return float(content)
+        if kind == "tensor":
+            return tensors[content]
+        if kind == "tuple":
+            return tuple(walk(item) for item in content)
+        if kind == "bytes":
+            return base64.b64decode(content)
+        if kind == "array":
+            return walk(content).numpy()
+        return {walk(key): walk(item) for key, item in content}
+
+    return walk(json.loads(text))
+
+
+def write_state(path: Path, state: Any, what: str) -> None:
+    """A nested state as one safetensors file with a checksum, whole or not at all; `what` it is stands in its header."""
+    text, tensors = encode(state)
+    with whole(path) as file, file.open("wb", buffering=0) as written:
+        write_parts(written, safetensors_parts(tensors, {"what": what, "state": text}, is_sealed=True))
+
+
+def read_state(path: Path, *, must_be_sealed: bool = False, may_be_link: bool = True) -> Any:
+    """What `write_state` was given. A ValueError says what is wrong with a damaged file.
+
+    Args:
+        path: the file.
+        must_be_sealed: whether to refuse a file without a checksum, as older versions wrote it.
+        may_be_link: whether to follow a symbolic link.
+    """
+    computed, written = checksum(path, may_be_link=may_be_link)
+    if written is not None and written != computed:
+        raise ValueError("its content does not match its checksum")
+    try:
+        with safe_open(path, framework="pt") as content:
+            metadata = content.metadata()
+            # who writes a checksum writes the format too, so that a damaged entry "crc32" is not taken for an old file
+            if written is None and (must_be_sealed or metadata.get("format", "1") != "1"):
+                raise ValueError("it has no checksum")
+            tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+            return decode(metadata["state"], tensors)
+    except (SafetensorError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+_SEAL = b'{"__metadata__": {"crc32": "'
+"""How the header of a sealed file begins; eight hexadecimal digits follow."""
+_DIGITS = slice(8 + len(_SEAL), 16 + len(_SEAL))
+
+
+def write_parts(file: RawIOBase, parts: Iterable[bytes | memoryview]) -> tuple[int, int]:
+    """Write the parts of a file, and the digits of its seal if it has one. Returns its size, and its checksum as below."""
+    size = crc = 0
+    is_sealed = False
+    for part in _gathered(parts):
+        is_sealed = is_sealed or (size == 0 and bytes(part[8 : _DIGITS.start]) == _SEAL)
+        _write_all(file, part)
+        size, crc = size + len(part), zlib.crc32(part, crc)
+    if is_sealed:
+        file.seek(_DIGITS.start)
+        _write_all(file, b"%08x" % crc)
+    return size, crc
+
+
+def checksum(path: Path, *, may_be_link: bool = False) -> tuple[int, int | None]:
+    """The crc32 of a file, the digits of its seal taken for zeros, and the one that the seal says (None: it has none)."""
+    with open(open_plain(path, may_be_link=may_be_link), "rb") as file:
+        head, written = bytearray(file.read(_DIGITS.stop)), None
+        if head[8 : _DIGITS.start] == _SEAL:
+            written = int(head[_DIGITS], 16) if re.fullmatch(rb"[0-9a-f]{8}", head[_DIGITS]) else -1
+            head[_DIGITS] = b"0" * 8
+        crc = zlib.crc32(head)
+        while part := file.read(1 << 22):
+            crc = zlib.crc32(part, crc)
+    return crc, written
+
+
+def _gathered(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes with small parts joined: one call of the system for many of them."""
+    small: list[bytes | memoryview] = []
+    for part in parts:
+        if len(part) < 1 << 16:
+            small.append(part)
+            continue
+        if small:
+            yield b"".join(small)
+            small = []
+        yield part
+    if small:
+        yield b"".join(small)
+
+
+def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:
+    """A system may take a part at a time, and says that the disk is full by taking none."""
+    rest = memoryview(content)
+    while len(rest) > 0:
+        taken = file.write(rest)
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rest = rest[taken:]
+
+
+def safetensors_parts(
+    tensors: Tensors, metadata: dict[str, str] | None = None, *, dtype: str | None = None, is_sealed: bool = False
+) -> Iterator[bytes | memoryview]:
+    """The parts of a safetensors file, header first, one tensor on the host at a time and without a copy where it is there.
+
+    The package's own writer copies everything twice, which at each draw of a large model costs time, and memory that the
+    allocator never gives back. `dtype` is that of floating tensors. A sealed file has room for its own checksum: `write_parts`.
+    """
+    if is_sealed:
+        metadata = {"crc32": "0" * 8, "format": "2", **(metadata or {})}
+    kinds = {name: _kind(x, dtype) for name, x in tensors.items()}
+    order = sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))  # numbers then lie at multiples of their size
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
+    for name in order:
+        begin, end = end, end + tensors[name].numel() * kinds[name].itemsize
+        header[name] = {"dtype": _NAMES[kinds[name]], "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        if tensors[name].numel() > 0:
+            host = tensors[name].detach().to("cpu", kinds[name]).contiguous()
+            yield memoryview(cast(Any, host.reshape(-1).view(torch.uint8).numpy()))
+
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def can_store(dtype: torch.dtype) -> bool:
+    """Whether safetensors has a name for it."""
+    return dtype in _NAMES
+
+
+def _kind(x: Tensor, dtype: str | None) -> torch.dtype:
+    kind: torch.dtype = getattr(torch, dtype) if dtype is not None and x.is_floating_point() else x.dtype
+    if kind not in _NAMES:
+        raise TypeError(f"a tensor of {kind} cannot be stored.")
+    return kind
+
+
+class HostCopies:
+    """Copies of nested tensors on the host, in pinned memory that is taken once: valid until the next call."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+
+    def __call__(self, tree: Any) -> Any:
+        """All tensors of the tree, copied; waits for the device once."""
+        leaves, structure = _pytree.tree_flatten(tree)
+        count, device = 0, None
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            if leaf.device.type == "cpu":
+                leaves[i] = leaf.detach().clone()
+                continue
+            device = leaf.device
+            leaves[i] = self._buffer(count, leaf).copy_(leaf.detach(), non_blocking=True)
+            count += 1
+        if device is not None and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return _pytree.tree_unflatten(leaves, structure)
+
+    def _buffer(self, number: int, like: Tensor) -> Tensor:
+        if number == len(self._buffers):
+            self._buffers.append(torch.empty(0))
+        known = self._buffers[number]
+        if known.shape != like.shape or known.dtype != like.dtype:
+            pin = like.device.type == "cuda"
+            self._buffers[number] = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pin)
+        return self._buffers[number]
+
+
+def strict_json(value: Any) -> Any:
+    """With null where JSON has no number."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: strict_json(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [strict_json(item) for item in value]
+    return value
+
+
+def plain_json(value: Any) -> Any:
+    """As JSON would give it back."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return [plain_json(item) for item in value]
+    return str(value)

@@ -1,0 +1,1 @@
+"""Whole runs: plan, data, chains, callbacks."""

@@ -1,0 +1,142 @@
+"""What happens beside a run: a small protocol, and scalars for TensorBoard as its first user."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from adammcmc.samplers.sampler import Sampler
+from adammcmc.samplers.stacked import StackedChain
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["Callback", "Event", "OwnNumbers", "TensorBoard"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Where a run stands."""
+
+    chain: int
+    step: int
+    """Steps of this chain so far, burn-in included."""
+    num_draws: int
+    """Draws of this chain so far."""
+    is_burning_in: bool
+    sampler: Sampler | StackedChain
+    """The chain's; of a stack of chains, what it would have of this one."""
+    model: nn.Module
+    """At the chain's present weights; must be left as it is."""
+
+
+class Callback:
+    """What a run calls. Override what you need.
+
+    What a callback raises stops the run, as Ctrl-C does: the store keeps what there was, and `resume=True` goes on. It may draw
+    from torch's global random numbers: inside a callback they are a stream of their own, which the chain does not see.
+
+    Where chains run as one stack it is called for one chain after the other, and the chain's weights are put into the model
+    before: a callback that overrides `on_step` costs a copy of all weights at each step there.
+    """
+
+    def overrides(self, name: str) -> bool:
+        """Whether this callback has its own method of this name."""
+        return getattr(getattr(self, name), "__func__", None) is not getattr(Callback, name)
+
+    def on_start(self, event: Event) -> None:
+        """A chain begins, or goes on after a stop."""
+
+    def on_step(self, event: Event) -> None:
+        """After each step. Reading numbers from an accelerator here waits for it."""
+
+    def on_draw(self, event: Event, record: dict[str, Any]) -> None:
+        """After a draw was kept; `record` is its line in the index."""
+
+    def on_end(self, event: Event) -> None:
+        """A chain has all its draws."""
+
+
+class OwnNumbers:
+    """Inside, torch's global random numbers are another stream; outside, they are as if it had not been there.
+
+    So what a callback draws cannot change the chain, and two calls do not get the same numbers. Nothing here waits for a GPU.
+
+    Args:
+        seed: of the stream.
+        device: of the chain. On CUDA its random numbers are exchanged as well as those of the CPU.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._global = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._global.append(torch.cuda.default_generators[index])
+        self._others = [torch.Generator(g.device).manual_seed(seed).get_state() for g in self._global]
+
+    def __enter__(self) -> None:
+        self._exchange()
+
+    def __exit__(self, *_: object) -> None:
+        self._exchange()
+
+    def _exchange(self) -> None:
+        states = [generator.get_state() for generator in self._global]
+        for generator, state in zip(self._global, self._others, strict=True):
+            generator.set_state(state)
+        self._others = states
+
+
+class TensorBoard(Callback):
+    """Loss, acceptance and settings as scalars for TensorBoard, one run for each chain.
+
+    Args:
+        folder: where the event files go.
+        every: steps between two points; each waits for an accelerator once.
+    """
+
+    def __init__(self, folder: str | Path, every: int = 50) -> None:
+        if every < 1:
+            raise ValueError(f"`every` must be at least 1, got {every}.")
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: F401  (missing? then say so before the run)
+        except ImportError as error:
+            raise ImportError("TensorBoard scalars need the package tensorboard. Run: pip install tensorboard") from error
+        self._folder, self._every = Path(folder), every
+        self._writers: dict[int, SummaryWriter] = {}
+
+    def on_start(self, event: Event) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # what was written after the checkpoint that the run goes on from comes again
+        self._writers[event.chain] = SummaryWriter(str(self._folder / f"chain-{event.chain}"), purge_step=event.step or None)
+
+    def on_step(self, event: Event) -> None:
+        if event.step % self._every:
+            return
+        info = event.sampler.info
+        self._write(event, "loss", float(info.loss))
+        self._write(event, "acceptance_rate", float(info.acceptance_rate))
+        self._write(event, "potential", float(info.potential))
+        for name, value in (("log_ratio_noise", info.log_ratio_noise), ("beta_eff", event.sampler.beta_eff)):
+            if not math.isnan(number := float(value)):  # where it is known
+                self._write(event, name, number)
+        for i, group in enumerate(event.sampler.param_groups):
+            for key in ("lr", "sigma", "sigma_along"):
+                if isinstance(group.get(key), int | float):
+                    self._write(event, f"settings/{key}" + (f"/group {i}" if i else ""), float(group[key]))
+
+    def on_draw(self, event: Event, record: dict[str, Any]) -> None:
+        self._write(event, "draws", event.num_draws)
+
+    def on_end(self, event: Event) -> None:
+        if (writer := self._writers.pop(event.chain, None)) is not None:
+            writer.close()
+
+    def _write(self, event: Event, name: str, value: float) -> None:
+        self._writers[event.chain].add_scalar(name, value, event.step)

@@ -1,0 +1,1 @@
+"""Chains over the weights of a network, as torch optimizers, with warm-up and health."""

@@ -1,0 +1,432 @@
+"""The optimizer's door to the exact kernels: `Underdamped` (recommended), `MALA`, and `ExactAdamMCMC`, the chain of Theorem 1.
+
+sampler = Underdamped(model.parameters(), num_data=len(inputs), prior=Gaussian.fan_in(model), fixed_data=True)
+while sampler.is_adapting:
+    sampler.step(lambda: F.cross_entropy(model(inputs), targets))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from adammcmc import kernels
+from adammcmc.acceptance import AcceptanceTest
+from adammcmc.kernels.exact_adam import NoisyMoments
+from adammcmc.kernels.hamiltonian import Momentum
+from adammcmc.kernels.kernel import Kernel
+from adammcmc.kernels.proposal import Prolate
+from adammcmc.samplers.adaptation import BurnIn, momentum_spread
+from adammcmc.samplers.closure import ClosurePotential
+from adammcmc.samplers.layers import BatchNormPolicy
+from adammcmc.samplers.packing import Packing
+from adammcmc.samplers.sampler import Outcome, Params, Sampler
+from adammcmc.target.data import Examples
+from adammcmc.target.leaves import Leaves, widen
+from adammcmc.target.target import Evaluation, Prior, Target
+
+__all__ = ["MALA", "ExactAdamMCMC", "Underdamped"]
+
+
+class _Exact(Sampler):
+    """An exact sampler asks for a proper prior."""
+
+    def __init__(self, params: Params, defaults: dict[str, Any], *, target: Target, **options: Any) -> None:
+        if target.prior is None:
+            raise ValueError(
+                f"{type(self).__name__} needs a proper `prior`: without one the posterior of a network has no finite mass. "
+                "Gaussian.fan_in(model) is a common choice."
+            )
+        super().__init__(params, defaults, target=target, **options)
+
+    def _label(self, p: Parameter, group: int) -> Hashable:
+        return group
+
+
+class _Preconditioned(_Exact):
+    """An exact sampler with a step size and a diagonal A, which lives in `self.state`, by parameter."""
+
+    _own_caches = ("_diagonal",)
+    _learns_preconditioner = True
+    _tunes_lr = True
+
+    def __init__(
+        self, params: Params, defaults: dict[str, Any], *, preconditioner: Sequence[Tensor] | None, **options: Any
+    ) -> None:
+        self._diagonal: tuple[Any, Leaves | None, list[float]] | None = None
+        self._diagonal_number = 0
+        self._learns_preconditioner = preconditioner is None
+        super().__init__(params, defaults, **options)
+        if preconditioner is not None:
+            trainable = self._trainable()
+            given = list(preconditioner)
+            if not all(isinstance(a, Tensor) for a in given) or [a.shape for a in given] != [p.shape for p in trainable]:
+                raise ValueError("`preconditioner` must have one tensor of the same shape for each trainable parameter.")
+            if not all(bool(((a > 0) & a.isfinite()).all()) for a in given):
+                raise ValueError("`preconditioner` must be positive and finite everywhere.")
+            for p, a in zip(trainable, preconditioner, strict=True):
+                self.state[p]["preconditioner"] = a.detach().to(p.device, p.dtype, copy=True)
+            self._diagonal = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "step_size" in param_group:
+            param_group = {("lr" if key == "step_size" else key): value for key, value in param_group.items()}
+        super().add_param_group(param_group)
+
+    def _preconditioner(self, packing: Packing) -> Leaves | None:
+        parts = [self.state[p].get("preconditioner") for p in packing.params]
+        known = [a for a in parts if a is not None]
+        key = (packing, *((id(a), a._version) for a in known))
+        if self._diagonal is None or self._diagonal[0] != key:
+            packed, roots = None, [1.0] * len(packing.members)
+            if known:
+                # parameters that came later take the mean of the others
+                mean = sum(float(a.double().sum()) for a in known) / sum(a.numel() for a in known)
+                full = [torch.full_like(p, mean) if a is None else a for p, a in zip(packing.params, parts, strict=True)]
+                packed = tuple(leaf[0] for leaf in packing.pack(full, packing.new()))
+                roots = [math.sqrt(float(a.min())) for a in packed]
+            self._diagonal = key, packed, roots
+            self._diagonal_number += 1
+        return self._diagonal[1]
+
+    def _graph_key(self) -> Hashable:
+        self._preconditioner(self._layout())
+        return super()._graph_key(), self._diagonal_number
+
+    def _smallest_roots(self, packing: Packing) -> list[float]:
+        """The smallest A^1/2 in each leaf."""
+        self._preconditioner(packing)
+        assert self._diagonal is not None
+        return self._diagonal[2]
+
+    def _set_preconditioner(self, packing: Packing, diagonal: Leaves) -> None:
+        leaves = tuple(a[None].to(leaf.dtype) for a, leaf in zip(diagonal, packing.current, strict=True))
+        for p, view in zip(packing.params, packing.whole(leaves, 1.0), strict=True):
+            self.state[p]["preconditioner"] = view.clone()
+        self._diagonal = None
+
+
+def _fits(leaves: Leaves, packing: Packing) -> bool:
+    """Whether these are leaves of this layout, in the dtype that is computed in."""
+    wanted = [widen(x) for x in packing.current]
+    return [(x.shape, x.dtype) for x in leaves] == [(x.shape, x.dtype) for x in wanted]
+
+
+class Underdamped(_Preconditioned):
+    r"""Metropolised underdamped Langevin with Adam's preconditioner: **the recommended exact sampler**. It tunes itself.
+
+        v <- c v + sqrt(1 - c^2) A^1/2 xi;   v1 = v - (h/2) A g(theta),  tau = theta + h v1,  v2 = v1 - (h/2) A g(tau)
+        accept with min(1, exp(Y)):  (tau, v2);  otherwise  (theta, -v);      g = grad U, h = step_size
+
+    **Exact** with `fixed_data=True` or `acceptance=FullData()`; approximate with `Minibatch()` on changing batches, and with
+    `AlwaysAccept()`, which is the unadjusted sampler with one gradient of any batch a step. See `adammcmc.kernels.underdamped`.
+    One step costs one forward and backward with `fixed_data=True` or `AlwaysAccept()`, otherwise two.
+
+    In burn-in, by default, it adapts h to an acceptance of 0.85 and learns A = (mean (grad U)^2 + prior precision)^-1/2, until
+    U is flat; then both are frozen and `is_adapting` is False. Start it from a trained network.
+
+    Args:
+        params: as for any optimizer. Groups may differ in step_size.
+        step_size: h; None finds it in burn-in. Kept under torch's name "lr" in the parameter groups.
+        friction: how fast the velocity is forgotten; None keeps 0.97 of it at each step.
+        num_data: the number of training examples n.
+        prior: required, and proper.
+        num_leapfrog: gradients between two refreshes and tests; with friction=math.inf that is HMC.
+        persistent_uniform: let the number that decides move on instead of drawing a new one (Neal 2020): fewer turns. None
+            does so where the test allows for it.
+        preconditioner: diagonal A, one positive tensor for each trainable parameter; None learns it in burn-in.
+        inverse_temperature: as in `AdamMCMC`, and so are `acceptance`, `examples`, `fixed_data`, `batch_norm` and `generator`.
+        burn_in: a `BurnIn`, a number of steps, or None: with a given `step_size` there is none, without one it is `BurnIn()`.
+    """
+
+    _target_acceptance = kernels.UnderdampedKernel.target_acceptance
+    _noise_name = "step_size * A^1/2"
+
+    def __init__(
+        self,
+        params: Params,
+        step_size: float | None = None,
+        friction: float | None = None,
+        *,
+        num_data: int,
+        prior: Prior,
+        num_leapfrog: int = 1,
+        persistent_uniform: bool | None = None,
+        preconditioner: Sequence[Tensor] | None = None,
+        inverse_temperature: float = 1.0,
+        acceptance: AcceptanceTest | None = None,
+        examples: Examples | None = None,
+        fixed_data: bool = False,
+        batch_norm: BatchNormPolicy = "batch",
+        burn_in: BurnIn | int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if step_size is None and burn_in is None:
+            burn_in = BurnIn()
+        self.friction, self.num_leapfrog, self.persistent_uniform = friction, num_leapfrog, persistent_uniform
+        super().__init__(
+            params,
+            {"lr": 1e-3 if step_size is None else step_size},
+            target=Target(num_data, inverse_temperature, prior),
+            preconditioner=preconditioner,
+            acceptance=acceptance,
+            examples=examples,
+            fixed_data=fixed_data,
+            batch_norm=batch_norm,
+            burn_in=burn_in,
+            generator=generator,
+        )
+
+    @property
+    def gradients_per_step(self) -> int:
+        if not self.acceptance.needs_noise and self.num_leapfrog == 1:
+            return 1  # nobody asks for a ratio
+        return self.num_leapfrog + (0 if self.fixed_data else 1)
+
+    def _kernel(self, packing: Packing) -> Kernel:
+        return kernels.underdamped(
+            [float(lr) for lr in self._options("lr")],
+            self.friction,
+            num_leapfrog=self.num_leapfrog,
+            persistent_uniform=self.persistent_uniform,
+            preconditioner=self._preconditioner(packing),
+            acceptance=self.acceptance,
+        )
+
+    def _sigmas(self) -> list[float]:
+        """The length of a drift, as far as rounding is concerned."""
+        if 0.0 in self._options("lr"):
+            raise ValueError("`step_size` must be positive (did a scheduler bring it to 0?): the chain would not move.")
+        roots = self._smallest_roots(self._layout())
+        return [float(lr) * root for lr, root in zip(self._options("lr"), roots, strict=True)]
+
+    def _rescale(self, factor: float) -> None:
+        for group in self.param_groups:
+            group["lr"] *= factor
+
+    def _gather(self, packing: Packing) -> Momentum | None:
+        memory = self._memory
+        if memory is None or not _fits(memory.momentum, packing):
+            return None  # other parameters than before: a new velocity is as good
+        return Momentum(*memory)
+
+    def _remember(self, fields: tuple[Any, ...]) -> Momentum:
+        return Momentum(tuple(fields[0]), fields[1])
+
+
+class MALA(_Preconditioned):
+    r"""The Metropolis-adjusted Langevin algorithm as an optimizer, plain, directional and preconditioned.
+
+        tau = theta - h A g + sigma A^1/2 eps + sigma_along z h A g,    g = grad U = lambda n grad(mean loss) - grad log prior
+
+    **Exact** with `fixed_data=True` (each closure sees the whole data set) or with `acceptance=FullData()`; approximate with
+    `Minibatch()` on changing batches. See `adammcmc.kernels.mala`. One step costs two forwards and backwards, with
+    `fixed_data=True` one.
+
+    Args:
+        params: as for any optimizer. Groups may differ in step_size and sigma.
+        step_size: h; None finds it in burn-in. Kept under torch's name "lr" in the groups, so that schedulers find it.
+        num_data: the number of training examples n.
+        prior: required, and proper: an exact chain on an improper posterior has nothing to converge to.
+        sigma: None is sqrt(2 h).
+        sigma_along: noise along the step in units of the step. (The paper's sigma_nabla multiplies grad L_n: it is
+            h * lambda * sigma_along with the lambda of the paper.)
+        preconditioner: diagonal A, one positive tensor for each trainable parameter; fixed while sampling.
+        inverse_temperature: as in `AdamMCMC`, and so are `acceptance`, `examples`, `fixed_data`, `batch_norm` and `generator`.
+        burn_in: a `BurnIn` (or a number of steps) of adaptation: h to an acceptance of 0.57, and the preconditioner
+            (`BurnIn(learn_preconditioner=False)`: only h). None: no adaptation.
+    """
+
+    _target_acceptance = kernels.MALAKernel.target_acceptance
+
+    def __init__(
+        self,
+        params: Params,
+        step_size: float | None = None,
+        *,
+        num_data: int,
+        prior: Prior,
+        sigma: float | None = None,
+        sigma_along: float = 0.0,
+        preconditioner: Sequence[Tensor] | None = None,
+        inverse_temperature: float = 1.0,
+        acceptance: AcceptanceTest | None = None,
+        examples: Examples | None = None,
+        fixed_data: bool = False,
+        batch_norm: BatchNormPolicy = "batch",
+        burn_in: BurnIn | int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if step_size is None and burn_in is None:
+            burn_in = BurnIn()
+        super().__init__(
+            params,
+            {"lr": 1e-6 if step_size is None else step_size, "sigma": sigma, "sigma_along": sigma_along},
+            target=Target(num_data, inverse_temperature, prior),
+            preconditioner=preconditioner,
+            acceptance=acceptance,
+            examples=examples,
+            fixed_data=fixed_data,
+            batch_norm=batch_norm,
+            burn_in=burn_in,
+            generator=generator,
+        )
+
+    @property
+    def gradients_per_step(self) -> int:
+        return 2 if self.acceptance.needs_noise and not self.fixed_data else 1
+
+    def _kernel(self, packing: Packing) -> Kernel:
+        return kernels.mala(
+            [float(lr) for lr in self._options("lr")],
+            sigma=self._sigmas(),
+            sigma_along=self._sigma_along(),
+            preconditioner=self._preconditioner(packing),
+            acceptance=self.acceptance,
+        )
+
+    def _sigmas(self) -> list[float]:
+        if 0.0 in self._options("lr") and None in self._options("sigma"):
+            raise ValueError("`step_size` is 0 (did a scheduler bring it there?): MALA would not move.")
+        pairs = zip(self._options("sigma"), self._options("lr"), strict=True)
+        return [math.sqrt(2 * float(lr)) if sigma is None else float(sigma) for sigma, lr in pairs]
+
+    def _rescale(self, factor: float) -> None:
+        for group in self.param_groups:
+            group["lr"] *= factor**2
+            group["sigma"] = None if group["sigma"] is None else group["sigma"] * factor
+
+
+class ExactAdamMCMC(_Exact):
+    r"""The augmented chain of Theorem 1 as an optimizer: Adam's momenta, noisy, as part of the state. **Exact.**
+
+        m_l <- beta_l m_l + (1 - beta_l) (grad V)^l + s_l sqrt(1 - beta_l^2) xi,    u = lr m1 / sqrt(|m2| + floor)
+        tau = theta - u + sigma eps + sigma_along z u;   accept with min(1, exp(U(theta) - U(tau) + log_q_ratio + log C))
+
+    See `adammcmc.kernels.exact_adam_mcmc`. It needs `fixed_data=True`: the gradient of all data is part of what is sampled. One
+    step costs one forward and backward. It is the paper's theory, running; `Underdamped` is far more efficient.
+
+    Args:
+        params: as for any optimizer. Groups may differ in lr, betas and sigma.
+        lr: Adam's learning rate.
+        betas: Adam's decay rates.
+        num_data: the number of training examples n.
+        prior: required, and proper.
+        sigma: as in `AdamMCMC`.
+        sigma_along: as in `AdamMCMC`.
+        momentum_spread: (s1, s2) in units of grad V and its square; None measures them at the first step by a pilot of 20
+            gradients, and again during burn-in.
+        floor: None is s2.
+        fixed_data: must be True: each closure sees the whole data set.
+        inverse_temperature: as in `AdamMCMC`, and so are `batch_norm` and `generator`.
+        burn_in: a `BurnIn` (or a number of steps) of adaptation: sigma to an acceptance of 0.25. None: no adaptation.
+    """
+
+    _target_acceptance = kernels.ExactAdamMCMCKernel.target_acceptance
+    _tunes_sigma_along = True
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.99, 0.99),
+        *,
+        num_data: int,
+        prior: Prior,
+        sigma: float,
+        sigma_along: float = 0.0,
+        momentum_spread: tuple[float, float] | None = None,
+        floor: float | None = None,
+        fixed_data: bool = False,
+        inverse_temperature: float = 1.0,
+        batch_norm: BatchNormPolicy = "batch",
+        burn_in: BurnIn | int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if not fixed_data:
+            raise ValueError(
+                "ExactAdamMCMC needs fixed_data=True: the gradient of all data is part of its target, and on a minibatch it "
+                "would be another one at each step. For minibatches take Underdamped or MALA with FullData()."
+            )
+        self._measures_spread = momentum_spread is None
+        self.momentum_spread = momentum_spread
+        self.floor = floor
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "sigma": sigma, "sigma_along": sigma_along},
+            target=Target(num_data, inverse_temperature, prior),
+            acceptance=None,
+            examples=None,
+            fixed_data=fixed_data,
+            batch_norm=batch_norm,
+            burn_in=burn_in,
+            generator=generator,
+        )
+
+    def _kernel(self, packing: Packing) -> Kernel:
+        spread = self.momentum_spread or (1.0, 1.0)  # to check the other arguments; `_prepare` measures it before it is used
+        return kernels.exact_adam_mcmc(
+            [float(lr) for lr in self._options("lr")],
+            self._options("betas"),
+            sigma=self._sigmas(),
+            sigma_along=self._sigma_along(),
+            momentum_spread=spread,
+            floor=self.floor,
+        )
+
+    def _prepare(self, packing: Packing, potential: ClosurePotential, current: Leaves) -> None:
+        """The pilot, before the first step."""
+        if self.momentum_spread is None:
+            if self._here is None:
+                self._here = potential.evaluate(current, with_grad=True)
+                self._layers.abort()
+            self._measure(potential, current, self._here)
+
+    def _measure(self, potential: ClosurePotential, params: Leaves, here: Evaluation) -> None:
+        lr = max(float(lr) for lr in self._options("lr"))
+        proposal = Prolate(self._sigmas(), self._sigma_along())
+        self._layers.begin()  # the pilot is no step: nothing of it stays
+        try:
+            self.momentum_spread = momentum_spread(potential, params, here, proposal, lr, self.generator)
+        finally:
+            potential.place(params)
+            self._layers.abort()
+        self._memory = None  # the momenta start anew, from their law given the weights
+
+    def _adapt(self, packing: Packing, outcome: Outcome) -> None:
+        super()._adapt(packing, outcome)
+        assert self._adaptation is not None
+        if self._measures_spread and self._adaptation.has_new_window:
+            potential, state = outcome.potential, outcome.state
+            assert potential is not None
+            assert state is not None
+            assert state.here is not None
+            self._measure(potential, state.params, state.here)
+
+    def _rescale(self, factor: float) -> None:
+        for group in self.param_groups:
+            group["sigma"] *= factor
+
+    def _gather(self, packing: Packing) -> NoisyMoments | None:
+        memory = self._memory
+        if memory is None or not _fits(memory.exp_avg, packing):
+            return None
+        return NoisyMoments(*memory)
+
+    def _remember(self, fields: tuple[Any, ...]) -> NoisyMoments:
+        return NoisyMoments(*(tuple(leaves) for leaves in fields))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As every sampler's, and the momentum spread that was measured."""
+        state = super().state_dict()
+        state["adammcmc"]["momentum_spread"] = self.momentum_spread
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.momentum_spread = state_dict["adammcmc"]["momentum_spread"]

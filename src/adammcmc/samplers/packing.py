@@ -1,0 +1,185 @@
+"""How the parameters of a model lie in the leaves that a kernel computes on.
+
+Small parameters that share their hyper-parameters lie end to end in one flat leaf, so that a step costs a few operations, not
+a few for each tensor; a large one is a leaf of its own, and saves a copy. The model's parameters stay where they are: values
+are copied in and out, never re-pointed.
+
+Rows that are held (`padding_idx` of an embedding) are in no leaf: a kernel neither moves them nor counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from adammcmc.target.leaves import Leaves, same
+
+__all__ = ["Packing", "RowsToHold", "padding_rows"]
+
+_LARGE = 1 << 15
+
+
+class RowsToHold(Exception):
+    """The modules that a closure calls have padding rows which the layout does not hold: the step must begin anew."""
+
+
+class Packing:
+    """A layout of parameters in leaves of one chain.
+
+    Args:
+        params: the parameters.
+        labels: small parameters with equal labels (and dtype) share a leaf; None gives even a small one a leaf of its own.
+        held: by the index of a parameter, rows that stay as they are.
+    """
+
+    def __init__(
+        self, params: Sequence[Parameter], labels: Sequence[Hashable | None], held: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
+        self.params = list(params)
+        self.held = {i: tuple(sorted(rows)) for i, rows in (held or {}).items() if rows}
+        """By the index of a parameter, its rows that are not sampled."""
+        self.free = {i: _others(params[i], rows) for i, rows in self.held.items()}
+        """By the index of such a parameter, its other rows."""
+        self.shapes = [
+            torch.Size((len(self.free[i]), *p.shape[1:])) if i in self.free else p.shape for i, p in enumerate(self.params)
+        ]
+        """Of what is sampled of each parameter."""
+        self._places = _places(params)
+        flat = [label is not None and p.numel() < _LARGE for p, label in zip(params, labels, strict=True)]
+        keys = [(label, p.dtype) if f else (i,) for i, (p, label, f) in enumerate(zip(params, labels, flat, strict=True))]
+        self.members = [[i for i, key in enumerate(keys) if key == leaf] for leaf in dict.fromkeys(keys)]
+        """For each leaf the indices of its parameters."""
+        self._flat = [flat[members[0]] for members in self.members]
+        self._views: dict[int, tuple[Leaves, list[Tensor]]] = {}
+        self._memory: list[Leaves | None] = [None, None]
+        self.zero = torch.zeros(1, dtype=torch.float64, device=params[0].device)
+        """The log density of a flat prior."""
+        self.last_grads: Sequence[Tensor] = ()
+        """What autograd returned last; let go just before it is asked again, so that it finds its memory still mapped."""
+
+    def fits(self, params: Sequence[Parameter]) -> bool:
+        """Whether this is the layout of these parameters, in their present dtype and place."""
+        # storage may be exchanged under a parameter (`p.data = ...`, `model.cpu().cuda()`): what knows its address must know
+        return (
+            same(self.params, params)
+            and self._places == _places(params)
+            and all(
+                p.dtype == view.dtype and p.device == view.device
+                for p, view in zip(params, self.views(self.current), strict=True)
+            )
+        )
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many numbers of each parameter are sampled."""
+        return [shape.numel() for shape in self.shapes]
+
+    @property
+    def current(self) -> Leaves:
+        """Memory for the current point, taken once."""
+        return self._lasting(0)
+
+    @property
+    def proposed(self) -> Leaves:
+        """Memory for the proposed point, taken when it is first asked for."""
+        return self._lasting(1)
+
+    def new(self) -> Leaves:
+        """Zeros in this layout."""
+        leaves = []
+        for members, flat in zip(self.members, self._flat, strict=True):
+            p = self.params[members[0]].detach()
+            shape = (sum(self.shapes[i].numel() for i in members),) if flat else self.shapes[members[0]]
+            leaves.append(torch.zeros((1, *shape), dtype=p.dtype, device=p.device))
+        return tuple(leaves)
+
+    def _lasting(self, which: int) -> Leaves:
+        """Leaves for use at every step: memory that a step took and gave back would be paid for page by page."""
+        if (leaves := self._memory[which]) is None:
+            leaves = self._memory[which] = self.new()
+            self._views[id(leaves)] = (leaves, self._cut(leaves))
+        return leaves
+
+    def views(self, leaves: Leaves) -> list[Tensor]:
+        """The parts of the leaves that belong to each parameter, in the parameters' order and shapes (no copy).
+
+        Of a parameter with held rows, the others.
+        """
+        known = self._views.get(id(leaves))
+        return known[1] if known is not None and known[0] is leaves else self._cut(leaves)
+
+    def _cut(self, leaves: Leaves) -> list[Tensor]:
+        parts: dict[int, Tensor] = {}
+        for leaf, members in zip(leaves, self.members, strict=True):
+            shapes = [self.shapes[i] for i in members]
+            pieces = torch.split_with_sizes(leaf[0].reshape(-1), [shape.numel() for shape in shapes])
+            parts.update({i: piece.view(shape) for i, piece, shape in zip(members, pieces, shapes, strict=True)})
+        return [parts[i] for i in range(len(self.params))]
+
+    def pack(self, tensors: Sequence[Tensor], into: Leaves) -> Leaves:
+        """Copy values in the parameters' shapes into leaves, which are returned."""
+        torch._foreach_copy_(self.views(into), self.sampled(tensors))
+        return into
+
+    def sampled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Values in the parameters' shapes without those in held rows (which they may lack already)."""
+        kept = list(tensors)
+        for i, rows in self.free.items():
+            if kept[i].shape == self.params[i].shape:
+                kept[i] = kept[i].detach()[rows]
+        return kept
+
+    def whole(self, leaves: Leaves, fill: float | None = None) -> list[Tensor]:
+        """As `views`, in the parameters' whole shapes: held rows have the parameters' own values, or `fill` (a copy)."""
+        views = self.views(leaves)
+        if not self.free:
+            return views
+        views = list(views)
+        for i, rows in self.free.items():
+            base = self.params[i].detach().to(views[i].dtype)
+            base = base.clone() if fill is None else torch.full_like(base, fill)
+            views[i] = base.index_copy_(0, rows, views[i])
+        return views
+
+    def join(self, tensors: Sequence[Tensor]) -> Leaves:
+        """Values in the parameters' shapes as leaves; the large ones are not copied."""
+        tensors = self.sampled(tensors)
+        return tuple(
+            torch.cat([tensors[i].reshape(-1) for i in members])[None] if flat else tensors[members[0]].contiguous()[None]
+            for members, flat in zip(self.members, self._flat, strict=True)
+        )
+
+    def write(self, leaves: Leaves) -> None:
+        """Copy the leaves' values into the parameters themselves, in place."""
+        with torch.no_grad():
+            torch._foreach_copy_(tuple(self.params), self.whole(leaves))
+
+
+def padding_rows(modules: Iterable[nn.Module]) -> dict[int, frozenset[int]]:
+    """By the identity of a weight, the rows that are padding (`padding_idx` of `nn.Embedding` and `nn.EmbeddingBag`).
+
+    Their gradient is zero by construction, and training leaves them as they are; but their values enter the loss, so
+    that sampling them would change the function. A weight that another kind of layer uses as well (weights tied to an
+    output layer) has no such rows: that layer trains them.
+    """
+    owners: dict[int, list[frozenset[int]]] = {}
+    for module in dict.fromkeys(modules):
+        index = module.padding_idx if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
+        for p in module._parameters.values():
+            if p is not None:
+                owners.setdefault(id(p), []).append(frozenset() if index is None else frozenset([index % len(p)]))
+    common = {key: frozenset.intersection(*rows) for key, rows in owners.items()}
+    return {key: rows for key, rows in common.items() if rows}
+
+
+def _others(p: Tensor, rows: Sequence[int]) -> Tensor:
+    free = torch.ones(len(p), dtype=torch.bool)
+    free[list(rows)] = False
+    return free.nonzero().flatten().to(p.device)
+
+
+def _places(params: Sequence[Parameter]) -> list[tuple[int, tuple[int, ...]]]:
+    return [(p.data_ptr(), p.stride()) for p in params]

@@ -1,0 +1,96 @@
+"""A progress bar on long work: steps per second, time left and a line of numbers; silent when nobody watches."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from adammcmc.samplers.terminal import printable
+
+__all__ = ["Bar", "show_bar", "track"]
+
+_T = TypeVar("_T")
+
+
+class Bar:
+    """A bar on standard error, or nothing.
+
+    Args:
+        display: rich's; None shows nothing.
+        description: what is done.
+        unit: what is counted.
+    """
+
+    def __init__(self, display: Any, description: str, unit: str = "steps") -> None:
+        self._display, self._unit = display, unit
+        self._task = None if display is None else display.add_task(printable(description), total=None, rate="", status="")
+        self._began: tuple[float, int] | None = None
+        self._shown = 0.0
+
+    def update(self, done: int, total: int | None, status: Callable[[], str] | None = None) -> None:
+        """So many of so many (None: nobody knows yet). `status` is asked a few times a second only."""
+        if self._display is None:
+            return
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now, done
+        if now - self._shown < 0.2 and done != total:
+            return
+        self._shown = now
+        elapsed, count = now - self._began[0], done - self._began[1]
+        rate = f"{count / elapsed:.0f} {self._unit}/s" if elapsed > 0 and count > 0 else ""
+        text = "" if status is None else printable(status())
+        self._display.update(self._task, completed=done, total=total, rate=rate, status=text)
+
+
+@contextmanager
+def show_bar(description: str, *, show: bool = True, unit: str = "steps") -> Iterator[Bar]:
+    """A bar; one that shows nothing if standard error is no terminal or rich is missing."""
+    if not (show and sys.stderr.isatty()):
+        yield Bar(None, description)
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        yield Bar(None, description)
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=10),  # all of it must fit into 80 columns
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[status]}", markup=False),
+    )
+    display = Progress(*columns, console=Console(stderr=True))
+    display.start()
+    try:
+        yield Bar(display, description, unit)
+    finally:
+        with suppress(OSError):  # a terminal that was closed must not hide what ended the work
+            display.stop()
+
+
+def track(
+    steps: Iterable[_T],
+    description: str,
+    *,
+    total: int | None = None,
+    show: bool = True,
+    status: Callable[[], str] | None = None,
+) -> Iterator[_T]:
+    """Yield from `steps` under a progress bar on standard error; only yield if that is no terminal or rich is missing.
+
+    `status` is called a few times a second for the text after the bar: the place for loss and acceptance.
+    """
+    if total is None and isinstance(steps, Sized):
+        total = len(steps)
+    with show_bar(description, show=show) as bar:
+        bar.update(0, total)
+        for done, step in enumerate(steps, 1):
+            yield step
+            bar.update(done, total, status)

@@ -1,0 +1,183 @@
+"""The target of a sum of losses over data, of many chains at once: the functional door with examples."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from adammcmc.errors import PerExampleLossRequired
+from adammcmc.target.control import Control, ControlVariate, Taylor
+from adammcmc.target.keyed import keys, order
+from adammcmc.target.leaves import Leaves, flatten, unflatten
+from adammcmc.target.randomness import Randomness
+from adammcmc.target.target import Evaluation, Prior, potential_difference
+
+__all__ = ["DataDensity"]
+
+_CHECKS = 4  # points at which is looked whether examples know of each other: at the first all losses may be alike
+_FEW = 16  # examples that are looked at then
+
+
+class DataDensity:
+    r"""exp(-U) with U(theta) = lambda * sum_i l_i(theta) - log prior(theta), for `sample_density`, many chains at once.
+
+    With `batch_size` each chain takes its gradients on a batch of its own, a new one at each step and the same on both sides
+    of it; what the acceptance test looks at is its own business. Data stay where they are.
+
+    Args:
+        loss: loss(params, *rows) of ONE chain, its parameters without a chain axis, and some rows of the tensors: one number
+            for each row, shape (rows,), which must not depend on the other rows. It is called under `torch.func.vmap`.
+        *tensors: the data, one row for each example.
+        prior: on the parameters; None is flat.
+        inverse_temperature: lambda; 1 is Bayes.
+        batch_size: examples of a gradient; None is all of them, and every test is then exact.
+        like: parameters whose structure `loss` takes, if they are not one tensor.
+        control_variate: for tests that choose their own examples; costs one pass over the data here, and at each example that
+            a test looks at a few forwards more. Of no use where `batch_size` is None.
+
+    Example:
+        >>> import adammcmc, torch.nn.functional as F
+        >>> x, y = torch.randn(1000, 3), torch.randint(2, (1000,)) * 2.0 - 1
+        >>> target = DataDensity(lambda w, x, y: F.softplus(-y * (x @ w)), x, y, prior=adammcmc.Gaussian(), batch_size=10)
+        >>> kernel = adammcmc.kernels.adam_mcmc(0.0, sigma=0.03, acceptance=adammcmc.acceptance.Barker())
+        >>> draws, info = adammcmc.sample_density(target, torch.zeros(20, 3), kernel, num_steps=10)
+        >>> draws.shape, info.num_examples.shape
+        (torch.Size([20, 10, 3]), torch.Size([20, 10]))
+    """
+
+    can_narrow = True
+
+    def __init__(
+        self,
+        loss: Callable[..., Tensor],
+        *tensors: Tensor,
+        prior: Prior | None = None,
+        inverse_temperature: float = 1.0,
+        batch_size: int | None = None,
+        like: Any = None,
+        control_variate: ControlVariate | None = None,
+    ) -> None:
+        if not tensors or len({len(t) for t in tensors}) > 1 or len(tensors[0]) == 0:
+            raise ValueError(f"the data must be tensors of one length, at least 1, got lengths {[len(t) for t in tensors]}.")
+        if not 0 < inverse_temperature < float("inf"):
+            raise ValueError(f"`inverse_temperature` must be positive and finite, got {inverse_temperature}.")
+        self.num_examples = n = len(tensors[0])
+        if batch_size is not None and (type(batch_size) is not int or not 1 <= batch_size <= n):
+            raise ValueError(
+                f"`batch_size` must be a whole number between 1 and the number of examples, {n}, got {batch_size!r}."
+            )
+        self.inverse_temperature = inverse_temperature
+        self.scale = inverse_temperature * self.num_examples
+        self.fixed = batch_size is None
+        self.is_bounded = prior is not None and prior.is_bounded
+        self.batch_size = batch_size
+        self._loss, self._tensors, self._prior = loss, tensors, prior
+        self._structure = flatten(torch.empty(0) if like is None else like)[1]
+        self._rows: slice | Tensor = slice(None)
+        self._checks = iter(range(_CHECKS))  # shared by the potentials of all steps
+        self.control: Control | None = None
+        if control_variate is not None:
+            reference, structure = flatten(control_variate.reference)
+            if structure != self._structure:
+                raise ValueError("the reference of the control variate must have the structure of the parameters (`like`).")
+            self._check_company(tuple(x[None] for x in reference))
+            self.control = Taylor(self._one, tensors, reference, control_variate.order)
+        self.known: tuple[Leaves, Leaves] | None = None
+        """The first point of this step with a gradient, and the gradient of V there."""
+
+    def next_batch(self, params: Leaves, generator: Randomness) -> DataDensity:
+        """The potential of one step: itself where all data are looked at, otherwise with a new batch for each chain."""
+        if self.batch_size is None:
+            return self
+        step = copy.copy(self)
+        step._rows = order(keys(params[0].shape[0], params[0].device, generator), self.num_examples, self.batch_size)
+        step.known = None
+        return step
+
+    def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
+        with torch.set_grad_enabled(with_grad):
+            leaves = tuple(x.detach().requires_grad_(with_grad) for x in params)
+            losses = self._losses(leaves, self._rows)
+            log_prior = self._log_prior(leaves)
+            if not with_grad:
+                return Evaluation(losses, log_prior, None)
+            # chains do not meet in the sum, so that its gradient is that of each chain
+            total = losses.mean(1).sum()
+            if log_prior.requires_grad:
+                total = total - log_prior.sum() / self.scale
+            grad = torch.autograd.grad(total, leaves, materialize_grads=True)
+        if self.known is None and not self.fixed:
+            self.known = params, grad
+        return Evaluation(losses.detach(), log_prior.detach(), grad)
+
+    def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
+        rows = (weights != 0).any(0).nonzero().flatten()  # of all chains together
+        with torch.enable_grad():
+            leaves = tuple(x.detach().requires_grad_() for x in params)
+            own = weights[:, rows]
+            losses = torch.where(own != 0, self._losses(leaves, rows), 0.0)  # those of other chains' batches may be anything
+            total = (losses.double() * own).sum(1) / self.num_examples
+            log_prior = self._log_prior(leaves)
+            grad = torch.autograd.grad((total - log_prior / self.scale).sum(), leaves, materialize_grads=True)
+        return Evaluation(total.detach(), log_prior.detach(), grad)
+
+    def compare(self, current: Evaluation, proposed: Evaluation) -> Tensor:
+        return potential_difference(self.scale, current, proposed)
+
+    def log_prior(self, params: Leaves) -> Tensor:
+        return self._log_prior(params).detach()
+
+    def example_losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
+        with torch.no_grad():
+            return self._losses(params, indices)
+
+    def _log_prior(self, params: Leaves) -> Tensor:
+        if self._prior is None:
+            return torch.zeros(params[0].shape[0], dtype=torch.float64, device=params[0].device)
+        log_density = self._prior.log_density
+        return vmap(lambda *leaves: log_density(leaves))(*params).double()
+
+    def _one(self, leaves: Leaves, rows: list[Tensor]) -> Tensor:
+        return self._loss(unflatten(leaves, self._structure), *rows)
+
+    def _check_company(self, params: Leaves) -> None:
+        """Losses of some examples of the first chain, together against in two parts."""
+        few = torch.linspace(0, self.num_examples - 1, min(_FEW, self.num_examples)).long()
+        rows = [t[few.to(t.device)] for t in self._tensors]
+        first = tuple(x[:1].detach() for x in params)
+
+        def losses(part: slice) -> Tensor:
+            return vmap(self._one, in_dims=(0, None))(first, [t[part] for t in rows])
+
+        middle = len(few) // 2
+        with torch.no_grad():
+            together = losses(slice(None))
+            if middle == 0 or together.shape != (1, len(few)):  # nothing to compare, or the mistake of another check
+                return
+            parts = torch.cat([losses(slice(0, middle)), losses(slice(middle, None))], 1)
+        if not torch.allclose(together, parts, rtol=1e-3, atol=1e-5, equal_nan=True):
+            raise PerExampleLossRequired(
+                "the loss of an example depends on the examples that it is evaluated with (a mean over them, statistics of the "
+                f"batch?): {len(few)} losses differ from those of the halves by up to "
+                f"{float((together - parts).abs().max()):.3g}. A density of all data together goes into `sample_density` as a "
+                "function of its own."
+            )
+
+    def _losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
+        if next(self._checks, None) is not None:
+            self._check_company(params)
+        rows = [t[indices] for t in self._tensors]
+        own = 0 if isinstance(indices, Tensor) and indices.dim() > 1 else None
+        shape = (params[0].shape[0], *(rows[0].shape[:2] if own == 0 else rows[0].shape[:1])[-1:])
+        losses = vmap(self._one, in_dims=(0, own))(params, rows)
+        if losses.shape != shape:
+            raise ValueError(
+                f"`loss` must return one loss for each example, shape {shape[1:]}, got {tuple(losses.shape[1:])}. Most losses "
+                'do with reduction="none".'
+            )
+        return losses
