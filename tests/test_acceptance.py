@@ -26,8 +26,8 @@ from adammcmc.acceptance import (
 )
 from adammcmc.acceptance.metropolis import metropolis
 from adammcmc.target.leaves import Leaves
+from adammcmc.target.potential import Evaluation
 from adammcmc.target.randomness import Randomness
-from adammcmc.target.target import Evaluation
 
 
 class Synthetic:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from adammcmc.errors import PerExampleLossRequired
 from adammcmc.target.leaves import Leaves, is_finite
+from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
-from adammcmc.target.target import Evaluation, Potential
 
 __all__ = ["AcceptanceTest", "Comparison", "Differences", "Verdict"]
 
