@@ -18,7 +18,7 @@ from adammcmc.posterior.store.encoding import plain_json
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.exact import Underdamped
 from adammcmc.samplers.sampler import Sampler
-from adammcmc.target.target import Gaussian, Prior
+from adammcmc.target.priors import Gaussian, Prior
 
 __all__ = [
     "SCANNED",

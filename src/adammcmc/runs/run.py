@@ -62,8 +62,8 @@ from adammcmc.samplers.sampler import Sampler
 from adammcmc.samplers.stacked import CannotStack, Setup, StackedSampler, setup_of
 from adammcmc.target.data import Data, as_data, derive_seed, to_device
 from adammcmc.target.likelihood import DataExamples, Likelihood, Loss, as_likelihood, likelihood_of
+from adammcmc.target.priors import Prior
 from adammcmc.target.randomness import streams
-from adammcmc.target.target import Prior
 
 __all__ = ["forecast_size", "sample"]
 
