@@ -54,7 +54,7 @@ from adammcmc.runs.run import _prefers_stacks
 from adammcmc.samplers.closure import ClosurePotential
 from adammcmc.samplers.stacked import CannotStack, StackedPotential, StackedSampler, setup_of
 from adammcmc.target.likelihood import Loss
-from adammcmc.target.randomness import streams
+from adammcmc.backends.streams import streams
 
 X = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(96) % 3

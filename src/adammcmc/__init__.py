@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from adammcmc.runs.callbacks import TensorBoard as TensorBoard
     from adammcmc.runs.run import sample as sample
     from adammcmc.samplers import diagnostics as diagnostics
+    from adammcmc.samplers.adam import AdamMCMC as AdamMCMC
+    from adammcmc.samplers.adam import AsReleased as AsReleased
+    from adammcmc.samplers.adam import OptimizerMCMC as OptimizerMCMC
     from adammcmc.samplers.adaptation import BurnIn as BurnIn
     from adammcmc.samplers.corrected import CorrectedMALA as CorrectedMALA
     from adammcmc.samplers.density import sample_density as sample_density
@@ -62,9 +65,6 @@ if TYPE_CHECKING:
     from adammcmc.samplers.health import Health as Health
     from adammcmc.samplers.layers import ClosureReport as ClosureReport
     from adammcmc.samplers.layers import check_closure as check_closure
-    from adammcmc.samplers.optimizer import AdamMCMC as AdamMCMC
-    from adammcmc.samplers.optimizer import AsReleased as AsReleased
-    from adammcmc.samplers.optimizer import OptimizerMCMC as OptimizerMCMC
     from adammcmc.samplers.sampler import Sampler as Sampler
     from adammcmc.samplers.two_sided import TwoSided as TwoSided
     from adammcmc.samplers.two_sided import two_sided as two_sided
@@ -110,7 +110,7 @@ _HOMES = {
     "samplers.exact": "MALA ExactAdamMCMC Underdamped",
     "samplers.health": "Finding Health",
     "samplers.layers": "ClosureReport check_closure",
-    "samplers.optimizer": "AdamMCMC AsReleased OptimizerMCMC",
+    "samplers.adam": "AdamMCMC AsReleased OptimizerMCMC",
     "samplers.sampler": "Sampler",
     "samplers.two_sided": "TwoSided two_sided",
     "posterior.calibration": "ClassScores Detection Measured OutOfDistribution Reliability RiskCurve ValueScores "

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from adammcmc.samplers.adam import AdamMCMC
 from adammcmc.samplers.adaptation import BurnIn
-from adammcmc.samplers.optimizer import AdamMCMC
 from adammcmc.samplers.progress import track
 from adammcmc.target.priors import Prior
 

@@ -63,7 +63,7 @@ from adammcmc.samplers.stacked import CannotStack, Setup, StackedSampler, setup_
 from adammcmc.target.data import Data, as_data, derive_seed, to_device
 from adammcmc.target.likelihood import DataExamples, Likelihood, Loss, as_likelihood, likelihood_of
 from adammcmc.target.priors import Prior
-from adammcmc.target.randomness import streams
+from adammcmc.backends.streams import streams
 
 __all__ = ["forecast_size", "sample"]
 
