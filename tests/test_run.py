@@ -683,7 +683,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "its own num_data": (
         {"sampler": partial(ALGORITHM_1, num_data=61)},
         ValueError,
-        "the sampler has num_data=61, the data hold 60",
+        "the sampler has num_data=61, the data set holds 60",
     ),
     "foreign moments": (
         {"warm_start": torch.optim.SGD(network().parameters(), lr=0.1)},
@@ -768,12 +768,12 @@ OTHER_RUNS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         StoreMismatch,
         "was made with other data",
     ),
-    "fewer draws": ({"num_draws": 3}, StoreMismatch, "was to have 6 draws, this call asks for 3"),
+    "fewer draws": ({"num_draws": 3}, StoreMismatch, "has num_draws = 6, this call has 3: the number may grow"),
     "not resumed": ({"resume": False}, StoreMismatch, r"holds a run already\. Pass resume=True"),
     "stateless data": (
         {"train": DataLoader(Stateless(), 16), "num_data": 60},
         StoreMismatch,
-        "cannot go on: DataLoader has no `state_dict`",
+        "cannot be resumed: DataLoader has no `state_dict`",
     ),
 }
 
@@ -874,7 +874,7 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(tmp_path: Path, mon
     with pytest.raises(StoreFull, match=r"the run would write .* and .* has 10 kB left"):
         run(tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr("adammcmc.runs.run.free_memory", lambda: 100)
+    monkeypatch.setattr("adammcmc.runs.session.free_memory", lambda: 100)
     with pytest.raises(MemoryError, match="Pass `path` to keep them on disk"):
         run(None)  # type: ignore[arg-type]
 

@@ -53,6 +53,11 @@ def draw(seed: int) -> dict[str, torch.Tensor]:
     return {"weight": weight, "row": weight[1], "tied": weight, "count": torch.tensor(seed), "scale": torch.tensor(0.5)}
 
 
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A draw of one chain, as `commit` takes it: (chains, ...)."""
+    return {name: x[None] for name, x in tensors.items()}
+
+
 def filled(path: Path, num_draws: int = 3, **changes: Any) -> FolderStore:
     store = FolderStore(path, {**MANIFEST, **changes})
     store.save(0, {"num_draws": 0})
@@ -193,7 +198,7 @@ def test_what_is_written_in_the_background_is_the_same(tmp_path: Path, monkeypat
     store.write_manifest()
     for i in range(5):
         tensors = draw(i)
-        store.commit(record(i), tensors, {"num_draws": i + 1, "weight": tensors["weight"]})
+        store.commit([record(i)], stacked(tensors), {"num_draws": i + 1, "weight": tensors["weight"]})
         tensors["weight"].zero_()  # the chain goes on while it is written
     store.close()
     again = FolderStore(tmp_path / "run")
@@ -212,9 +217,9 @@ def test_a_failure_in_the_background_is_raised_at_the_next_draw(tmp_path: Path, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    store.commit(record(3), draw(3), {"num_draws": 4})
+    store.commit([record(3)], stacked(draw(3)), {"num_draws": 4})
     with pytest.raises(StoreFull):
-        store.commit(record(4), draw(4), {"num_draws": 5})
+        store.commit([record(4)], stacked(draw(4)), {"num_draws": 5})
     monkeypatch.undo()
     store.close()
     again = FolderStore(tmp_path / "run", writes=True)

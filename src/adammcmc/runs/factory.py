@@ -27,6 +27,7 @@ __all__ = [
     "build",
     "build_scheduler",
     "chain_factory",
+    "chain_options",
     "describe_prior",
     "finds_settings",
     "given_options",
@@ -34,7 +35,6 @@ __all__ = [
     "prior_difference",
     "scanned",
     "settings_of",
-    "told",
 ]
 
 Factory = Callable[..., Sampler]
@@ -113,7 +113,7 @@ def build_scheduler(make: Callable[[Sampler], LRScheduler], sampler: Sampler) ->
     return scheduler
 
 
-def told(sampler: Sampler, factory: Factory, scan: dict[str, list[float]], chain: int) -> dict[str, float]:
+def chain_options(sampler: Sampler, factory: Factory, scan: dict[str, list[float]], chain: int) -> dict[str, float]:
     """What this chain goes by, of a run whose first chain has this sampler: numbers, by the names of the options."""
     group = sampler.param_groups[0]
     has_size = "step_size" in inspect.signature(innermost(factory)).parameters

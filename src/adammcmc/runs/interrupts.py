@@ -26,7 +26,7 @@ class Interrupt:
         """The first one; None before it."""
 
     @property
-    def is_asked(self) -> bool:
+    def is_set(self) -> bool:
         """Whether one came."""
         return self.signal is not None
 
@@ -39,9 +39,9 @@ class Interrupt:
         error.add_note(f"stopped by {self.signal.name}")
         return error
 
-    def _ask(self, number: int, _: Any) -> None:
+    def _receive(self, number: int, _: Any) -> None:
         self.signal = self.signal or signal.Signals(number)
-        if signal.getsignal(signal.SIGINT) == self._ask:
+        if signal.getsignal(signal.SIGINT) == self._receive:
             # who presses again does not want to wait. (The other signals come twice by themselves: from the terminal that
             # closes, and from its shell.)
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -49,7 +49,7 @@ class Interrupt:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[Interrupt]:
-    """Inside, Ctrl-C, SIGTERM and SIGHUP only set `is_asked`; what is inside reads it where it can stop, and raises.
+    """Inside, Ctrl-C, SIGTERM and SIGHUP only set `is_set`; what is inside reads it where it can stop, and raises.
 
     What goes wrong after a signal is taken for its consequence: signals also end the processes that load data. Outside of the
     main thread nothing changes, nor does a signal for which the program has a handler of its own, or which it ignores (SIGHUP
@@ -59,16 +59,16 @@ def deferred_interrupt() -> Iterator[Interrupt]:
     is_main = threading.current_thread() is threading.main_thread()
     ours = {s: default for s, default in _DEFAULTS.items() if is_main and signal.getsignal(s) is default}
     for number in ours:
-        signal.signal(number, interrupt._ask)
+        signal.signal(number, interrupt._receive)
     try:
         yield interrupt
     except Exception as error:
-        if interrupt.is_asked:
+        if interrupt.is_set:
             raise interrupt.exception() from error
         raise
     finally:
         for number, default in ours.items():
-            if signal.getsignal(number) == interrupt._ask:  # (a callback may have set another)
+            if signal.getsignal(number) == interrupt._receive:  # (a callback may have set another)
                 signal.signal(number, default)
-    if interrupt.is_asked:
+    if interrupt.is_set:
         raise interrupt.exception()

@@ -88,6 +88,9 @@ class Store(ABC):
         manifest: what was run, as JSON.
     """
 
+    path: Path | None = None
+    """The folder of the draws; None in memory."""
+
     def __init__(self, manifest: dict[str, Any]) -> None:
         self.manifest = manifest
         self._index: dict[int, list[Record]] = {}
@@ -121,18 +124,13 @@ class Store(ABC):
     def save(self, chain: int | None, state: dict[str, Any]) -> None:
         """All that a chain needs to go on, in place of what was saved before; None: that a stack of all chains needs."""
 
-    def commit(self, record: Record, tensors: Tensors, state: dict[str, Any]) -> None:
-        """A draw, and the state of its chain after it."""
-        self.append(record, tensors)
-        self.save(record["chain"], state)
-
-    def commit_all(self, records: list[Record], tensors: Tensors, state: dict[str, Any] | None) -> None:
-        """A draw of every chain of a stack, its tensors (chains, ...), and the state of the stack after it (None: not now)."""
+    def commit(self, records: Sequence[Record], tensors: Tensors, state: dict[str, Any] | None) -> None:
+        """A draw of one chain or of all, its tensors (chains, ...), and the state after it (None: it is not saved now)."""
         host = {name: x.detach().cpu() for name, x in tensors.items()}
         for row, record in enumerate(records):
             self.append(record, {name: x[row] for name, x in host.items()})
-        if state is not None:
-            self.save(None, state)  # last: before it is there, none of these draws counts
+        if state is not None:  # last: without it, none of these draws counts
+            self.save(self._key_of(records), state)
 
     @abstractmethod
     def saved(self, chain: int | None) -> dict[str, Any] | None:
@@ -141,6 +139,22 @@ class Store(ABC):
     def restore(self, key: int | None, chains: Sequence[int]) -> dict[str, Any] | None:
         """The state to go on from, of one chain or of a stack of all `chains`; draws that came after it are forgotten."""
         return self.saved(key)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether all chains have one checkpoint."""
+        return bool(self.manifest["configuration"].get("stacked", False))
+
+    def _key_of(self, records: Sequence[Record]) -> int | None:
+        return None if self.is_stacked else records[0]["chain"]
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether what is committed outlives the process."""
+        return self.path is not None
+
+    def write_manifest(self) -> None:  # noqa: B027  (memory has nothing to write)
+        """Store the manifest, in place of what was stored."""
 
     def flush(self) -> None:  # noqa: B027  (memory has nothing to wait for)
         """Wait until all that was committed is kept; raise what went wrong with it."""
@@ -185,7 +199,7 @@ class FolderStore(Store):
     """
 
     def __init__(self, path: str | Path, manifest: dict[str, Any] | None = None, *, writes: bool = False) -> None:
-        self.path = Path(path).expanduser().absolute()  # a run may change its folder
+        self.path: Path = Path(path).expanduser().absolute()  # a run may change its folder
         self._unlock: Callable[[], Any] = _nothing
         self._verified: set[str] = set()
         self._folders: dict[int, Path] = {}
@@ -244,11 +258,6 @@ class FolderStore(Store):
         """Whether all files of this run have checksums: since format 2. A run of format 1 goes on as one."""
         return bool(self.manifest.get("format", FORMAT) > 1)
 
-    @property
-    def is_stacked(self) -> bool:
-        """Whether all chains have one checkpoint."""
-        return bool(self.manifest["configuration"].get("stacked", False))
-
     def write_manifest(self) -> None:
         """Write down what was run, anew."""
         self._write_whole(self.path / MANIFEST, [manifest_text(self.manifest)])
@@ -273,28 +282,18 @@ class FolderStore(Store):
         self._append_line(folder / _INDEX, line_of(record, is_sealed=self.is_sealed))
         self._index.setdefault(chain, []).append(record)
 
-    def commit(self, record: Record, tensors: Tensors, state: dict[str, Any]) -> None:
-        """As append and save. From an accelerator it is copied at once and written while the chain goes on.
+    def commit(self, records: Sequence[Record], tensors: Tensors, state: dict[str, Any] | None) -> None:
+        """As append and save. From an accelerator everything is copied at once, and written while the chains continue.
 
-        One commit at a time: the next one waits for this one, and raises what went wrong with it.
+        One commit at a time: the next one waits for this one, and raises its error.
         """
         self.flush()
         if self._is_on_host(tensors):
-            super().commit(record, tensors, state)
+            super().commit(records, tensors, state)
             return
         copies, saved = self._host((dict(tensors), state))
         self._writer = self._writer or ThreadPoolExecutor(max_workers=1, thread_name_prefix="adammcmc-store")
-        self._pending = self._writer.submit(super().commit, record, copies, saved)
-
-    def commit_all(self, records: list[Record], tensors: Tensors, state: dict[str, Any] | None) -> None:
-        """As `commit`: from an accelerator it is copied at once and written while the chains go on."""
-        self.flush()
-        if self._is_on_host(tensors):
-            super().commit_all(records, tensors, state)
-            return
-        copies, saved = self._host((dict(tensors), state))
-        self._writer = self._writer or ThreadPoolExecutor(max_workers=1, thread_name_prefix="adammcmc-store")
-        self._pending = self._writer.submit(super().commit_all, records, copies, saved)
+        self._pending = self._writer.submit(super().commit, records, copies, saved)
 
     @staticmethod
     def _is_on_host(tensors: Tensors) -> bool:
