@@ -282,8 +282,8 @@ MUTANTS = [
     ),
     Mutant(
         "the index not synced before the checkpoint",
-        "posterior/store/folder.py",
-        "                    os.fsync(index.fileno())  # before the checkpoint that counts on it\n",
+        "posterior/store/files.py",
+        "                os.fsync(index.fileno())  # before the checkpoint that counts on it\n",
         "",
         "tests/test_damage.py",
     ),

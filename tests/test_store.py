@@ -259,7 +259,7 @@ def test_draws_after_the_checkpoint_are_forgotten_on_resume(tmp_path: Path) -> N
 def test_a_checkpoint_that_is_ahead_of_the_index_is_not_used(tmp_path: Path) -> None:
     store = filled(tmp_path / "run")
     store.save(0, {"num_draws": 9})
-    with pytest.warns(UserWarning, match="has 3 draws, its checkpoint 9: lines are missing.*from the checkpoint before it"):
+    with pytest.warns(UserWarning, match="has 3 draws, its checkpoint 9: lines are missing.*from the previous checkpoint"):
         assert store.restore(0, [0]) == {"num_draws": 3}
     assert store.saved(0) == {"num_draws": 3}
     store.save(0, {"num_draws": 8})
@@ -497,7 +497,7 @@ def _manifest(folder: Path, **changes: Any) -> None:
         (lambda p: _cut(p / "chain-0" / "draw-000001.safetensors"), UserWarning, "bytes, the index says"),
         (lambda p: _flip(p / "chain-0" / "draw-000001.safetensors"), StoreCorrupt, "is damaged: its checksum"),
         (lambda p: _flip(p / "run.json", b"a test"), StoreCorrupt, "does not match its checksum"),
-        (lambda p: _cut(p / "chain-0" / "checkpoint.safetensors"), UserWarning, "not affected. The one before it is used"),
+        (lambda p: _cut(p / "chain-0" / "checkpoint.safetensors"), UserWarning, "not affected. The previous one is used"),
         (lambda p: [_cut(file) for file in (p / "chain-0").glob("checkpoint*")], StoreCorrupt, "The draws are not affected"),
         (lambda p: (p / "chain-0" / "checkpoint.safetensors").write_bytes(b"hello"), UserWarning, "cannot be read"),
         (lambda p: (p / "chain-0" / "index.jsonl").write_text("nonsense\n"), StoreCorrupt, "line 1 has no checksum. `adammcmc"),

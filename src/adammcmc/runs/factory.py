@@ -1,4 +1,4 @@
-"""Makes a sampler from what the user gave in its place: a class, a partial, a function, or nothing."""
+"""Builds a sampler from a factory: a class, a partial, a function, or the default."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SCANNED = ("lr", "sigma", "sigma_along", "step_size", "inverse_temperature")
 
 
 def scanned(factory: Any, num_chains: int) -> dict[str, list[float]]:
-    """The options that have one value for each chain, as numbers."""
+    """The options with one value per chain, as numbers."""
     values: dict[str, list[float]] = {}
     for name, value in given_options(factory).items():
         if name not in SCANNED or not isinstance(value, Tensor) or value.dim() == 0:
@@ -54,7 +54,7 @@ def scanned(factory: Any, num_chains: int) -> dict[str, list[float]]:
             )
         if len(value) != num_chains:
             raise ValueError(f"`{name}` has {len(value)} values, and `num_chains` is {num_chains}: give one for each chain.")
-        # 0.02 in float32 is 0.02 to whoever wrote it, not 0.0199999996
+        # a float32 0.02 means 0.02, not 0.0199999996
         values[name] = [float(str(v)) for v in value.detach().cpu().numpy()]
     return values
 
@@ -65,12 +65,12 @@ def chain_factory(factory: Factory, scan: dict[str, list[float]], chain: int) ->
 
 
 def as_factory(sampler: Any, prior: Prior | None, model: nn.Module, whole: bool) -> Factory:
-    """What makes the sampler, with the prior that sample was given."""
+    """The factory of the sampler, with the prior that was given to `sample`."""
     if sampler is None:
         sampler = Underdamped if whole else functools.partial(Underdamped, acceptance=FullData())
     if isinstance(sampler, torch.optim.Optimizer) or not callable(sampler):
         kind = type(sampler).__name__
-        got = f"an {kind} that is made already" if hasattr(sampler, "param_groups") else kind
+        got = f"an existing {kind}" if hasattr(sampler, "param_groups") else kind
         raise TypeError(
             "`sampler` must make a sampler from parameters, such as partial(AdamMCMC, lr=1e-3, sigma=1e-3, sigma_along=2.0), "
             f"got {got}."
@@ -90,7 +90,7 @@ def as_factory(sampler: Any, prior: Prior | None, model: nn.Module, whole: bool)
 
 
 def _check_options(factory: Any) -> None:
-    """Refuse a partial with options that what it calls does not take."""
+    """Refuse a partial with options that its function does not accept."""
     try:
         inspect.signature(factory)
     except ValueError:
@@ -102,31 +102,31 @@ def _check_options(factory: Any) -> None:
 
 
 def build_scheduler(make: Callable[[Sampler], LRScheduler], sampler: Sampler) -> LRScheduler:
-    """The scheduler that the user makes, if it can be one of this sampler."""
+    """The user's scheduler, if it suits this sampler."""
     sampler.check_schedulable()
     scheduler = make(sampler)
     if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
         raise TypeError(
-            f"`scheduler` must make a scheduler that goes by the number of steps, such as CosineAnnealingLR, got "
+            "`scheduler` must make a scheduler that depends on the number of steps, such as CosineAnnealingLR, got "
             f"{type(scheduler).__name__}."
         )
     return scheduler
 
 
 def chain_options(sampler: Sampler, factory: Factory, scan: dict[str, list[float]], chain: int) -> dict[str, float]:
-    """What this chain goes by, of a run whose first chain has this sampler: numbers, by the names of the options."""
+    """The numerical options of a chain, by name. `sampler` is that of the first chain."""
     group = sampler.param_groups[0]
     has_size = "step_size" in inspect.signature(innermost(factory)).parameters
     settings = {("step_size" if has_size and key == "lr" else key): group.get(key) for key in ("lr", "sigma", "sigma_along")}
     if finds_settings(factory):
-        settings.pop("step_size", None)  # nobody told it
+        settings.pop("step_size", None)  # burn-in finds it
     settings["inverse_temperature"] = sampler.target.inverse_temperature
     settings |= {name: values[chain] for name, values in scan.items()}
     return {key: float(value) for key, value in settings.items() if isinstance(value, int | float)}
 
 
 def settings_of(sampler: Sampler) -> dict[str, Any]:
-    """What the sampler was told, as far as it is numbers and words."""
+    """The sampler's settings that are numbers or strings."""
     groups = [
         {key: plain_json(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in sampler.param_groups
@@ -142,9 +142,9 @@ _PROBES = (0.01, 0.1, 1.0, 10.0)
 
 
 def describe_prior(prior: Prior | None, sampler: Sampler) -> dict[str, Any] | None:
-    """What tells a prior from another one, as JSON: its public numbers, and its log density at a few weights of these shapes.
+    """Identifies a prior, as JSON: its public attributes, and its log density at a few weights of these shapes.
 
-    The log density shows what no name does: a constant in a closure, a changed line of code.
+    The log density also reveals a constant in a closure or a changed line of code.
     """
     if prior is None:
         return None
@@ -157,7 +157,7 @@ def describe_prior(prior: Prior | None, sampler: Sampler) -> dict[str, Any] | No
 
 
 def prior_difference(before: dict[str, Any] | None, now: dict[str, Any] | None) -> str | None:
-    """In what two descriptions differ, in words; None: in nothing, or an older version wrote none."""
+    """How two descriptions differ, in words; None if they agree, or an older version stored none."""
     if before is None or now is None:
         return None
     old, new = before["attributes"], now["attributes"]
@@ -172,7 +172,7 @@ def prior_difference(before: dict[str, Any] | None, now: dict[str, Any] | None) 
 
 
 def _as_words(value: Any) -> str | None:
-    """A number, a word, a tensor, or a few of them; None for what has no short name, or (an object) another one each time."""
+    """A number, a string, a tensor or a few of them as text; None for anything else, such as an object."""
     if isinstance(value, bool | int | float | str):
         return str(value)
     if isinstance(value, Tensor):
@@ -185,17 +185,17 @@ def _as_words(value: Any) -> str | None:
 
 
 def _log_density(prior: Prior, params: list[Tensor], scale: float) -> float | str:
-    """At weights spread evenly over (-scale, scale); a word where it is not finite."""
+    """At weights spread evenly over (-scale, scale); a string where it is not finite."""
     points = [torch.linspace(-scale, scale, p.numel(), dtype=p.dtype, device=p.device).reshape(p.shape) for p in params]
     try:
         value = float(prior.log_density(points))
-    except Exception as error:  # outside of its support a prior may say so by an error
+    except Exception as error:  # a prior may raise outside its support
         return type(error).__name__
     return value if math.isfinite(value) else str(value)
 
 
 def build(factory: Factory, model: nn.Module, fill: dict[str, Any]) -> Sampler:
-    """The sampler, with what the factory was not told filled in."""
+    """The sampler. Options that the factory accepts and does not set are taken from `fill`."""
     given = given_options(factory)
     accepted = _accepted(factory)
     options = {key: value for key, value in fill.items() if key in accepted and key not in given}
@@ -208,15 +208,15 @@ def build(factory: Factory, model: nn.Module, fill: dict[str, Any]) -> Sampler:
     except TypeError as error:
         name = getattr(innermost(factory), "__name__", "sampler")
         missing = str(error).rsplit("'", 2)[-2] if "'" in str(error) else "..."
-        raise TypeError(f"`sampler` needs an argument more: {error}. Give it as partial({name}, {missing}=...).") from error
+        raise TypeError(f"`sampler` is missing an argument: {error}. Pass partial({name}, {missing}=...).") from error
     sampler = factory(params, **options)
     if not isinstance(sampler, Sampler):
-        raise TypeError(f"`sampler` must make a sampler of adammcmc, such as AdamMCMC, got a {type(sampler).__name__}.")
+        raise TypeError(f"`sampler` must make a sampler of adammcmc, such as AdamMCMC, got {type(sampler).__name__}.")
     return sampler
 
 
 def innermost(factory: Any) -> Any:
-    """What a partial, or a partial of one, calls in the end."""
+    """The function or class inside nested partials."""
     while isinstance(factory, functools.partial):
         factory = factory.func
     return factory
@@ -239,6 +239,6 @@ def _accepted(factory: Factory) -> set[str]:
 
 
 def finds_settings(factory: Factory) -> bool:
-    """Whether the sampler has a step size that it finds in burn-in, and was not given one."""
+    """Whether the sampler tunes its step size in burn-in, since it was given none."""
     parameter = inspect.signature(innermost(factory)).parameters.get("step_size")
     return parameter is not None and given_options(factory).get("step_size") is None and "burn_in" not in given_options(factory)
