@@ -23,7 +23,8 @@ import adammcmc.posterior.store.folder as store_module
 from adammcmc import StoreCorrupt, StoreFull, StoreLocked, StoreMismatch
 from adammcmc.posterior.moments import Moments
 from adammcmc.posterior.store.encoding import decode, encode, read_state, safetensors_parts, write_state
-from adammcmc.posterior.store.folder import FORMAT, FolderStore, MemoryStore, Store, check_space, format_bytes
+from adammcmc.posterior.store.files import check_space, format_bytes
+from adammcmc.posterior.store.folder import FORMAT, FolderStore, MemoryStore, Store
 from adammcmc.posterior.store.records import read_lines
 
 MANIFEST: dict[str, Any] = {

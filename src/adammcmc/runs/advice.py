@@ -64,9 +64,9 @@ def suggest(
 ) -> Suggestion:
     """Propose lr, sigma, sigma_along and lambda for `AdamMCMC` from a short pilot run on a copy of the model.
 
-    The learning rate is the largest that keeps Adam's loss near the best of a small grid. sigma and sigma_along are adapted
-    to the target acceptance. If the step itself is rejected, the learning rate is halved until it is not. lambda is 1, Bayes.
-    A good acceptance rate says nothing about the bias of Algorithm 1.
+    The learning rate is the largest that keeps Adam's loss near the best of a small grid. sigma and sigma_along are
+    adapted to the target acceptance. If the step itself is rejected, the learning rate is halved until it is not.
+    lambda is 1, Bayes. A good acceptance rate says nothing about the bias of Algorithm 1.
 
     Args:
         model: trained, or in training; it is not changed.
@@ -181,13 +181,13 @@ class Calibration:
 def calibrate_sigma(draw: Callable[[float], Tensor], targets: Tensor, sigmas: Sequence[float]) -> Calibration:
     """The paper's recipe: start with a low sigma, and raise it until predictions are calibrated on held-out data.
 
-    **A heuristic.** It matches one average on these data by adding noise. It does not make the draws those of the posterior,
-    and the held-out data can then no longer be used to judge calibration. It chooses the first sigma at which the mean
-    confidence is no higher than the accuracy.
+    **A heuristic.** It matches one average on these data by adding noise. It does not make the draws those of the
+    posterior, and the held-out data can then no longer be used to judge calibration. It chooses the first sigma at
+    which the mean confidence is no higher than the accuracy.
 
     Args:
-        draw: runs a chain with the given sigma (from the same start each time) and returns class probabilities on held-out
-            data, (draws, examples, classes).
+        draw: runs a chain with the given sigma (from the same start each time) and returns class probabilities on
+            held-out data, (draws, examples, classes).
         targets: the held-out classes, (examples,).
         sigmas: the values to try, ascending.
     """

@@ -38,11 +38,11 @@ class Event:
 class Callback:
     """Base class of callbacks. Override the methods you need.
 
-    An exception in a callback stops the run as Ctrl-C does: completed draws are kept, and `resume=True` continues. A callback
-    may use torch's global random numbers: it has its own stream, separate from the chain's.
+    An exception in a callback stops the run as Ctrl-C does: completed draws are kept, and `resume=True` continues. A
+    callback may use torch's global random numbers: it has its own stream, separate from the chain's.
 
-    When chains run at once, a callback is called for each of them in turn, with that chain's weights copied into the model.
-    Overriding `on_step` then costs a copy of all weights at each step.
+    When chains run at once, a callback is called for each of them in turn, with that chain's weights copied into the
+    model. Overriding `on_step` then costs a copy of all weights at each step.
     """
 
     def overrides(self, name: str) -> bool:
@@ -65,7 +65,8 @@ class Callback:
 class OwnNumbers:
     """Gives torch's global random numbers a stream of their own inside the context, and restores them outside.
 
-    Callbacks therefore cannot change the chain, and consecutive calls get different numbers. Nothing here synchronises a GPU.
+    Callbacks therefore cannot change the chain, and consecutive calls get different numbers. Nothing here synchronises
+    a GPU.
 
     Args:
         seed: of the stream.

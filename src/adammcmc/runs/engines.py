@@ -30,7 +30,7 @@ class OneChain:
 
     def __init__(self, sampler: Sampler, session: Session) -> None:
         self.prototype, self._model = sampler, session.model
-        self._loss = functools.partial(session.loss, session.plan.model)  # one object: a captured step is tied to its closure
+        self._loss = functools.partial(session.loss, session.plan.model)  # one object: a captured step holds on to it
         self.targets = [sampler.target]
         self.check, self.reset_health = sampler.check, sampler.reset_health
         self.health_state, self.describe = sampler.health_state, sampler.describe

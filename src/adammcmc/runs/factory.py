@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from adammcmc.acceptance import FullData
-from adammcmc.posterior.store.encoding import plain_json
-from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.exact import Underdamped
 from adammcmc.samplers.sampler import Sampler
 from adammcmc.target.target import Gaussian, Prior
 
-__all__ = [
-    "SCANNED",
-    "Factory",
-    "as_factory",
-    "build",
-    "build_scheduler",
-    "chain_factory",
-    "chain_options",
-    "describe_prior",
-    "finds_settings",
-    "given_options",
-    "innermost",
-    "prior_difference",
-    "scanned",
-    "settings_of",
-]
+__all__ = ["SCANNED", "Factory", "as_factory", "build", "finds_settings", "given_options", "innermost", "scanned"]
 
 Factory = Callable[..., Sampler]
 """parameters, options -> sampler"""
@@ -57,11 +37,6 @@ def scanned(factory: Any, num_chains: int) -> dict[str, list[float]]:
         # a float32 0.02 means 0.02, not 0.0199999996
         values[name] = [float(str(v)) for v in value.detach().cpu().numpy()]
     return values
-
-
-def chain_factory(factory: Factory, scan: dict[str, list[float]], chain: int) -> Factory:
-    """The factory of one chain of a scan."""
-    return functools.partial(factory, **{name: values[chain] for name, values in scan.items()}) if scan else factory
 
 
 def as_factory(sampler: Any, prior: Prior | None, model: nn.Module, whole: bool) -> Factory:
@@ -99,99 +74,6 @@ def _check_options(factory: Any) -> None:
         wrong = [option for option in given_options(factory) if option not in takes]
         what = f"has no option `{wrong[0]}`" if wrong else "was given too many arguments"
         raise TypeError(f"{name} {what}; its options are {', '.join(takes[1:])}.") from None
-
-
-def build_scheduler(make: Callable[[Sampler], LRScheduler], sampler: Sampler) -> LRScheduler:
-    """The user's scheduler, if it suits this sampler."""
-    sampler.check_schedulable()
-    scheduler = make(sampler)
-    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
-        raise TypeError(
-            "`scheduler` must make a scheduler that depends on the number of steps, such as CosineAnnealingLR, got "
-            f"{type(scheduler).__name__}."
-        )
-    return scheduler
-
-
-def chain_options(sampler: Sampler, factory: Factory, scan: dict[str, list[float]], chain: int) -> dict[str, float]:
-    """The numerical options of a chain, by name. `sampler` is that of the first chain."""
-    group = sampler.param_groups[0]
-    has_size = "step_size" in inspect.signature(innermost(factory)).parameters
-    settings = {("step_size" if has_size and key == "lr" else key): group.get(key) for key in ("lr", "sigma", "sigma_along")}
-    if finds_settings(factory):
-        settings.pop("step_size", None)  # burn-in finds it
-    settings["inverse_temperature"] = sampler.target.inverse_temperature
-    settings |= {name: values[chain] for name, values in scan.items()}
-    return {key: float(value) for key, value in settings.items() if isinstance(value, int | float)}
-
-
-def settings_of(sampler: Sampler) -> dict[str, Any]:
-    """The sampler's settings that are numbers or strings."""
-    groups = [
-        {key: plain_json(value) for key, value in group.items() if key not in ("params", "param_names")}
-        for group in sampler.param_groups
-    ]
-    own = {key: value for key, value in vars(sampler).items() if not key.startswith("_") and key != "num_steps"}
-    simple = {
-        key: plain_json(value) for key, value in own.items() if isinstance(value, bool | int | float | str | tuple | BurnIn)
-    }
-    return {"groups": groups, **simple}
-
-
-_PROBES = (0.01, 0.1, 1.0, 10.0)
-
-
-def describe_prior(prior: Prior | None, sampler: Sampler) -> dict[str, Any] | None:
-    """Identifies a prior, as JSON: its public attributes, and its log density at a few weights of these shapes.
-
-    The log density also reveals a constant in a closure or a changed line of code.
-    """
-    if prior is None:
-        return None
-    shown = {name: _as_words(value) for name, value in vars(prior).items() if not name.startswith("_")}
-    params = [p.detach() for group in sampler.param_groups for p in group["params"] if p.requires_grad]
-    return {
-        "attributes": {name: words for name, words in shown.items() if words is not None},
-        "log_density": [_log_density(prior, params, scale) for scale in _PROBES],
-    }
-
-
-def prior_difference(before: dict[str, Any] | None, now: dict[str, Any] | None) -> str | None:
-    """How two descriptions differ, in words; None if they agree, or an older version stored none."""
-    if before is None or now is None:
-        return None
-    old, new = before["attributes"], now["attributes"]
-    for name in [*old, *(name for name in new if name not in old)]:
-        if old.get(name) != new.get(name):
-            return f"its `{name}` was {old.get(name)}, now it is {new.get(name)}"
-    for scale, a, b in zip(_PROBES, before["log_density"], now["log_density"], strict=True):
-        numbers = isinstance(a, float) and isinstance(b, float)
-        if not (math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-9) if numbers else a == b):
-            return f"its log density at weights of up to {scale:g} was {a}, now it is {b}"
-    return None
-
-
-def _as_words(value: Any) -> str | None:
-    """A number, a string, a tensor or a few of them as text; None for anything else, such as an object."""
-    if isinstance(value, bool | int | float | str):
-        return str(value)
-    if isinstance(value, Tensor):
-        content = bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        return f"{tuple(value.shape)} {zlib.crc32(content):08x}"
-    if isinstance(value, tuple | list) and all(isinstance(item, bool | int | float | str) for item in value):
-        text = ", ".join(map(str, value))
-        return text if len(text) < 200 else f"{len(value)} values {zlib.crc32(text.encode()):08x}"
-    return None
-
-
-def _log_density(prior: Prior, params: list[Tensor], scale: float) -> float | str:
-    """At weights spread evenly over (-scale, scale); a string where it is not finite."""
-    points = [torch.linspace(-scale, scale, p.numel(), dtype=p.dtype, device=p.device).reshape(p.shape) for p in params]
-    try:
-        value = float(prior.log_density(points))
-    except Exception as error:  # a prior may raise outside its support
-        return type(error).__name__
-    return value if math.isfinite(value) else str(value)
 
 
 def build(factory: Factory, model: nn.Module, fill: dict[str, Any]) -> Sampler:

@@ -42,8 +42,8 @@ class Interrupt:
     def _receive(self, number: int, _: Any) -> None:
         self.signal = self.signal or signal.Signals(number)
         if signal.getsignal(signal.SIGINT) == self._receive:
-            # a second Ctrl-C stops at once. (The other signals arrive twice by themselves: from the terminal that closes
-            # and from its shell.)
+            # a second Ctrl-C stops at once. (The other signals arrive twice by themselves: from the terminal that
+            # closes and from its shell.)
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -51,8 +51,9 @@ class Interrupt:
 def deferred_interrupt() -> Iterator[Interrupt]:
     """Inside, Ctrl-C, SIGTERM and SIGHUP only set `is_set`; the body checks it where it can stop, and raises.
 
-    An error after a signal is taken for its consequence: signals also end data-loading workers. Nothing changes outside the
-    main thread, nor for a signal that the program handles or ignores itself (SIGHUP under nohup, SIGINT in the background).
+    An error after a signal is taken for its consequence: signals also end data-loading workers. Nothing changes outside
+    the main thread, nor for a signal that the program handles or ignores itself (SIGHUP under nohup, SIGINT in the
+    background).
     """
     interrupt = Interrupt()
     is_main = threading.current_thread() is threading.main_thread()

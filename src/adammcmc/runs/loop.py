@@ -35,67 +35,30 @@ class Chains(Protocol):
     @property
     def num_chains(self) -> int: ...
     @property
-    def num_steps(self) -> int:
-        """Steps of each chain so far, burn-in included."""
-
+    def num_steps(self) -> int: ...  # of each chain so far, burn-in included
     @property
-    def is_adapting(self) -> bool:
-        """Whether the settings still change, so that no draw may be taken."""
-
+    def is_adapting(self) -> bool: ...  # whether settings still change, so that no draw may be taken
     @property
-    def info(self) -> Info:
-        """The last step, each field (C,)."""
-
+    def info(self) -> Info: ...  # the last step, fields (C,)
     @property
-    def mean_acceptance_rate(self) -> Tensor:
-        """(C,)"""
-
+    def mean_acceptance_rate(self) -> Tensor: ...  # (C,)
     @property
-    def beta_eff(self) -> Tensor:
-        """(C,); NaN where it is unknown."""
-
+    def beta_eff(self) -> Tensor: ...  # (C,); NaN where unknown
     @property
-    def targets(self) -> Sequence[Target]:
-        """One per chain."""
-
-    def step(self, batch: Any) -> Any:
-        """One transition of every chain."""
-
-    def check(self) -> None:
-        """Raise `NonFiniteLoss` if a chain froze."""
-
-    def present_loss(self) -> Tensor:
-        """The mean loss at the present weights, as far as the last step evaluated it, (C,)."""
-
-    def log_prior(self) -> Tensor:
-        """At the present weights, (C,), float64."""
-
-    def draws(self) -> dict[str, Tensor]:
-        """The state dictionary of the present weights, (C, ...). Refused while the settings adapt."""
-
-    def health_sums(self) -> list[dict[str, float]]:
-        """The running sums behind a chain's health, one dictionary per chain."""
-
-    def health_state(self) -> dict[str, Any]:
-        """What is needed besides the sums to compute a chain's health."""
-
-    def reset_health(self) -> None:
-        """Discard the sums of burn-in."""
-
-    def describe(self) -> str:
-        """The realised target of the first chain in one line."""
-
-    def place(self, chain: int) -> None:
-        """Write one chain's weights into the model."""
-
-    def view(self, chain: int) -> Any:
-        """One chain as callbacks see it in `event.sampler`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that is needed to resume bit for bit, weights included."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+    def targets(self) -> Sequence[Target]: ...  # one per chain
+    def step(self, batch: Any) -> Any: ...  # one transition of every chain
+    def check(self) -> None: ...  # raises `NonFiniteLoss` if a chain froze
+    def present_loss(self) -> Tensor: ...  # mean loss at the present weights, as far as it was evaluated, (C,)
+    def log_prior(self) -> Tensor: ...  # at the present weights, (C,), float64
+    def draws(self) -> dict[str, Tensor]: ...  # the state dictionary, (C, ...); refused while the settings adapt
+    def health_sums(self) -> list[dict[str, float]]: ...  # the running sums behind a chain's health, one per chain
+    def health_state(self) -> dict[str, Any]: ...  # what else is needed to compute a chain's health
+    def reset_health(self) -> None: ...  # discards the sums of burn-in
+    def describe(self) -> str: ...  # the realised target of the first chain in one line
+    def place(self, chain: int) -> None: ...  # writes one chain's weights into the model
+    def view(self, chain: int) -> Any: ...  # one chain, as callbacks see it in `event.sampler`
+    def state_dict(self) -> dict[str, Any]: ...  # everything needed to resume bit for bit, weights included
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Loop:
@@ -127,8 +90,8 @@ class Loop:
         burn_in = self.plan.burn_in
         if burn_in == 0 and self.chains.is_adapting:
             raise ValueError(
-                "`burn_in` is 0, and the sampler finds its step size in burn-in. Give the sampler a `step_size`, or leave out "
-                "`burn_in`."
+                "`burn_in` is 0, and the sampler finds its step size in burn-in. Give the sampler a `step_size`, or leave "
+                "out `burn_in`."
             )
         if isinstance(burn_in, int):
             return burn_in
@@ -175,7 +138,7 @@ class Loop:
         chains.step(self.session.next_batch())
         if self.scheduler is not None:
             self.scheduler.step()
-        if chains.num_steps == 1 and not self.key:  # the first evaluation found the layers; the first chain writes for all
+        if chains.num_steps == 1 and not self.key:  # the layers are known now; the first chain describes them for all
             store.manifest["target"] = self.session.describe(chains)
             store.write_manifest()
         if self._ends_burn_in():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import platform
 import zlib
 from collections.abc import Mapping
@@ -18,7 +20,10 @@ from torch import Tensor, nn
 from adammcmc.errors import StoreMismatch, warn
 from adammcmc.posterior.posterior import check_model, describe_tensors
 from adammcmc.posterior.store.encoding import plain_json
-from adammcmc.runs.factory import chain_options, describe_prior, prior_difference, settings_of
+from adammcmc.runs.factory import Factory, finds_settings, innermost
+from adammcmc.samplers.adaptation import BurnIn
+from adammcmc.samplers.sampler import Sampler
+from adammcmc.target.target import Prior
 
 if TYPE_CHECKING:
     from adammcmc.runs.loop import Loop
@@ -37,7 +42,7 @@ def new_manifest(session: Session, loop: Loop) -> dict[str, Any]:
         "target": session.describe(loop.chains),
         "target_at_first": session.describe(loop.chains, is_full=False),
         "gradients_per_step": sampler.gradients_per_step,
-        "chains": [chain_options(sampler, session.factory, session.scan, chain) for chain in range(plan.num_chains)],
+        "chains": [_chain_options(sampler, session.factory, session.scan, chain) for chain in range(plan.num_chains)],
         "starts": [_checksum(state) for state in starts],
         "keep": plan.keep,
         "dtype": None if plan.dtype is None else str(plan.dtype).removeprefix("torch."),
@@ -56,11 +61,11 @@ def new_manifest(session: Session, loop: Loop) -> dict[str, Any]:
             "num_chains": plan.num_chains,
             "seed": plan.seed,
             "batch_size": data.batch_size,
-            "settings": settings_of(sampler),
+            "settings": _settings_of(sampler),
             **({"stacked": True} if loop.key is None else {}),
             **({"scan": session.scan} if session.scan else {}),
         },
-        "prior": describe_prior(sampler.target.prior, sampler),
+        "prior": _describe_prior(sampler.target.prior, sampler),
         "data": {"num_data": data.num_data, "fingerprint": data.fingerprint(), "all_rows": data.all_rows()},
         "why_not_resumable": data.why_not_resumable,
         "model": {
@@ -75,7 +80,7 @@ def new_manifest(session: Session, loop: Loop) -> dict[str, Any]:
 
 
 def check_same_run(before: dict[str, Any], now: dict[str, Any], session: Session) -> None:
-    """Refuse to continue a run with anything but more draws. Compares the manifests of the stored run and of this call."""
+    """Refuse to resume a run with anything changed but the number of draws, by the manifests of the run and this call."""
     what = f"the run in '{session.plan.path}'"
     check_model(before["model"]["tensors"], session.model, what)
     if session.data.why_not_resumable is not None:
@@ -94,7 +99,7 @@ def check_same_run(before: dict[str, Any], now: dict[str, Any], session: Session
     for key, value in new.items():
         if old.get(key) != value:
             raise StoreMismatch(f"{what} has {key} = {old.get(key)}, this call has {value}. To resume, {_ALL_THE_SAME}")
-    if (difference := prior_difference(before.get("prior"), now["prior"])) is not None:
+    if (difference := _prior_difference(before.get("prior"), now["prior"])) is not None:
         raise StoreMismatch(f"{what} was made with another prior: {difference}. To resume, {_ALL_THE_SAME}")
     rows, new_rows = before["data"].get("all_rows") or "", now["data"]["all_rows"] or ""
     # checksums of different parts of the data (a Dataset then, tensors now) cannot be compared
@@ -120,6 +125,87 @@ def note_environment(before: dict[str, Any], now: dict[str, Any], folder: Path |
             "are valid, but not bit for bit those of the original environment."
         )
         before.setdefault("resumed", []).append({key: now[key] for key in ("created", "versions", "machine")})
+
+
+def _chain_options(sampler: Sampler, factory: Factory, scan: dict[str, list[float]], chain: int) -> dict[str, float]:
+    """The numerical options of a chain, by name. `sampler` is that of the first chain."""
+    group = sampler.param_groups[0]
+    has_size = "step_size" in inspect.signature(innermost(factory)).parameters
+    settings = {("step_size" if has_size and key == "lr" else key): group.get(key) for key in ("lr", "sigma", "sigma_along")}
+    if finds_settings(factory):
+        settings.pop("step_size", None)  # burn-in finds it
+    settings["inverse_temperature"] = sampler.target.inverse_temperature
+    settings |= {name: values[chain] for name, values in scan.items()}
+    return {key: float(value) for key, value in settings.items() if isinstance(value, int | float)}
+
+
+def _settings_of(sampler: Sampler) -> dict[str, Any]:
+    """The sampler's settings that are numbers or strings."""
+    groups = [
+        {key: plain_json(value) for key, value in group.items() if key not in ("params", "param_names")}
+        for group in sampler.param_groups
+    ]
+    own = {key: value for key, value in vars(sampler).items() if not key.startswith("_") and key != "num_steps"}
+    simple = {
+        key: plain_json(value) for key, value in own.items() if isinstance(value, bool | int | float | str | tuple | BurnIn)
+    }
+    return {"groups": groups, **simple}
+
+
+_PROBES = (0.01, 0.1, 1.0, 10.0)
+
+
+def _describe_prior(prior: Prior | None, sampler: Sampler) -> dict[str, Any] | None:
+    """Identifies a prior, as JSON: its public attributes, and its log density at a few weights of these shapes.
+
+    The log density also reveals a constant in a closure or a changed line of code.
+    """
+    if prior is None:
+        return None
+    shown = {name: _as_words(value) for name, value in vars(prior).items() if not name.startswith("_")}
+    params = [p.detach() for group in sampler.param_groups for p in group["params"] if p.requires_grad]
+    return {
+        "attributes": {name: words for name, words in shown.items() if words is not None},
+        "log_density": [_log_density(prior, params, scale) for scale in _PROBES],
+    }
+
+
+def _prior_difference(before: dict[str, Any] | None, now: dict[str, Any] | None) -> str | None:
+    """How two descriptions differ, in words; None if they agree, or an older version stored none."""
+    if before is None or now is None:
+        return None
+    old, new = before["attributes"], now["attributes"]
+    for name in [*old, *(name for name in new if name not in old)]:
+        if old.get(name) != new.get(name):
+            return f"its `{name}` was {old.get(name)}, now it is {new.get(name)}"
+    for scale, a, b in zip(_PROBES, before["log_density"], now["log_density"], strict=True):
+        numbers = isinstance(a, float) and isinstance(b, float)
+        if not (math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-9) if numbers else a == b):
+            return f"its log density at weights of up to {scale:g} was {a}, now it is {b}"
+    return None
+
+
+def _as_words(value: Any) -> str | None:
+    """A number, a string, a tensor or a few of them as text; None for anything else, such as an object."""
+    if isinstance(value, bool | int | float | str):
+        return str(value)
+    if isinstance(value, Tensor):
+        content = bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return f"{tuple(value.shape)} {zlib.crc32(content):08x}"
+    if isinstance(value, tuple | list) and all(isinstance(item, bool | int | float | str) for item in value):
+        text = ", ".join(map(str, value))
+        return text if len(text) < 200 else f"{len(value)} values {zlib.crc32(text.encode()):08x}"
+    return None
+
+
+def _log_density(prior: Prior, params: list[Tensor], scale: float) -> float | str:
+    """At weights spread evenly over (-scale, scale); a string where it is not finite."""
+    points = [torch.linspace(-scale, scale, p.numel(), dtype=p.dtype, device=p.device).reshape(p.shape) for p in params]
+    try:
+        value = float(prior.log_density(points))
+    except Exception as error:  # a prior may raise outside its support
+        return type(error).__name__
+    return value if math.isfinite(value) else str(value)
 
 
 def _modes(model: nn.Module) -> str:

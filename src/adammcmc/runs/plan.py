@@ -131,7 +131,7 @@ class Plan:
         return Path(self.path)
 
     def manifest(self) -> dict[str, Any]:
-        """What `run.json` stores: target, configuration, versions, and fingerprints of data and model. Takes no step."""
+        """What `run.json` stores: target, configuration, versions, fingerprints of data and model. Takes no step."""
         with Session(self).prepared() as session:
             return session.manifest()
 

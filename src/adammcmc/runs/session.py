@@ -1,35 +1,29 @@
 """A plan while it is carried out: its model, data, loss and samplers, and the store of its draws.
 
-Chains run one after another, or all at once. Each starts from a checkpoint (a new one from that of step 0), so that every run
-takes the path of a resumed one.
+Chains run one after another, or all at once. Each starts from a checkpoint (a new one from that of step 0), so that
+every run takes the path of a resumed one.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from adammcmc.errors import NonFiniteLoss, warn
 from adammcmc.posterior.posterior import Posterior, bare
 from adammcmc.posterior.predictive import Probe
-from adammcmc.posterior.store.folder import FolderStore, MemoryStore, Store, check_space, format_bytes, read_manifest
+from adammcmc.posterior.store.files import check_space, format_bytes
+from adammcmc.posterior.store.folder import FolderStore, MemoryStore, Store, read_manifest
 from adammcmc.posterior.store.memory import free_memory
 from adammcmc.runs.engines import OneChain, Stack, model_tensors, prefers_stack, stack_chains, write_tensors
-from adammcmc.runs.factory import (
-    as_factory,
-    build,
-    build_scheduler,
-    chain_factory,
-    finds_settings,
-    given_options,
-    innermost,
-    scanned,
-)
+from adammcmc.runs.factory import as_factory, build, finds_settings, given_options, innermost, scanned
 from adammcmc.runs.interrupts import deferred_interrupt
 from adammcmc.runs.loop import Chains, Loop
 from adammcmc.runs.manifest import check_same_run, new_manifest, note_environment
@@ -111,7 +105,7 @@ class Session:
         return [self.probe({name: x[0] for name, x in tensors.items()})] if is_one else self.probe.stacked(tensors)
 
     def describe(self, chains: Chains, *, is_full: bool = True) -> str:
-        """What is sampled; of a scan, what the first chain samples. `is_full` adds how an example's losses are averaged."""
+        """The realised target, of a scan that of its first chain. `is_full` adds how an example's losses are averaged."""
         scan = f" | chain 0 of {self.plan.num_chains}, which differ in {', '.join(self.scan)}" if self.scan else ""
         return chains.describe() + scan + (self.loss.averaging if is_full else "")
 
@@ -129,7 +123,7 @@ class Session:
             return Loop(self, self.stack, None)
         sampler = self.new_sampler(key)
         self.restart(key)
-        scheduler = None if self.plan.scheduler is None else build_scheduler(self.plan.scheduler, sampler)
+        scheduler = None if self.plan.scheduler is None else _build_scheduler(self.plan.scheduler, sampler)
         return Loop(self, OneChain(sampler, self), key, scheduler)
 
     def restart(self, chain: int) -> None:
@@ -142,7 +136,7 @@ class Session:
         plan, data = self.plan, self.data
         if plan.initial is not None:
             self.model.load_state_dict(plan.initial[chain])
-        factory = chain_factory(self.factory, self.scan, chain)
+        factory = functools.partial(self.factory, **{name: values[chain] for name, values in self.scan.items()})
         generator = torch.Generator(self.device).manual_seed(derive_seed(plan.seed, chain, 0))
         options: dict[str, Any] = {"num_data": data.num_data, "generator": generator}
         made_by = innermost(factory)
@@ -246,6 +240,18 @@ class Session:
             store.manifest |= {key: manifest[key] for key in ("config",) if key in manifest}
             store.write_manifest()
         return store
+
+
+def _build_scheduler(make: Callable[[Sampler], LRScheduler], sampler: Sampler) -> LRScheduler:
+    """The user's scheduler, if it suits this sampler."""
+    sampler.check_schedulable()
+    scheduler = make(sampler)
+    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+        raise TypeError(
+            "`scheduler` must make a scheduler that depends on the number of steps, such as CosineAnnealingLR, got "
+            f"{type(scheduler).__name__}."
+        )
+    return scheduler
 
 
 @contextmanager

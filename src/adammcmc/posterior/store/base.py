@@ -18,7 +18,7 @@ __all__ = ["MemoryStore", "Store"]
 
 
 class Store(ABC):
-    """The draws and checkpoints of a run. A key is the number of a chain, or None for the checkpoint of all chains at once.
+    """The draws and checkpoints of a run. The key of a checkpoint is the number of a chain, or None for all chains.
 
     Args:
         manifest: what was run, as JSON.
@@ -75,7 +75,7 @@ class Store(ABC):
         """The newest checkpoint; None if there is none."""
 
     def commit(self, records: Sequence[Record], tensors: Tensors, state: dict[str, Any] | None) -> None:
-        """Add a draw of one or all chains, with tensors (chains, ...), then the checkpoint after it (None: no checkpoint)."""
+        """Add a draw of one or all chains, tensors (chains, ...), and the checkpoint after it (None: no checkpoint)."""
         host = {name: x.detach().cpu() for name, x in tensors.items()}
         for row, record in enumerate(records):
             self.append(record, {name: x[row] for name, x in host.items()})

@@ -13,7 +13,8 @@ from safetensors import safe_open
 from adammcmc.errors import StoreCorrupt, StoreMismatch
 from adammcmc.posterior.store.checkpoint import Checkpoints
 from adammcmc.posterior.store.encoding import checksum
-from adammcmc.posterior.store.folder import FolderStore, set_aside
+from adammcmc.posterior.store.files import set_aside
+from adammcmc.posterior.store.folder import FolderStore
 from adammcmc.posterior.store.records import Lines, Record, check_record, draw_name, load_json, read_good_lines
 
 __all__ = ["Check", "check_run"]

@@ -1,8 +1,8 @@
 """A run on disk: append draws, read them, resume.
 
-    run.json                                 what was run: target, configuration, versions, data fingerprint, model tensors
+    run.json                                 what was run: target, configuration, versions, fingerprints of data, model
     lock                                     held by the process that writes
-    chain-0/index.jsonl                      one line per draw: draw, chain, step, loss, ..., file, bytes, crc32, line_crc32
+    chain-0/index.jsonl                      one line per draw: draw, chain, step, loss, ..., file, bytes, checksums
     chain-0/draw-000000.safetensors          parameters and buffers of one draw, under the names of `model.state_dict()`
     chain-0/checkpoint.safetensors           everything needed to resume the chain; its metadata entry "state" is JSON
     chain-0/checkpoint.previous.safetensors  the one before, in case the newest is damaged
@@ -12,8 +12,9 @@ A file appears under its name only when it is complete, and a draw exists once i
 is synced to disk before the next is begun: draw, index line, checkpoint. A run that was killed, even by power loss,
 therefore resumes from its checkpoint and repeats, bit for bit, whatever came after it.
 
-Every file has a checksum (format 1 had them for draws only; a run of format 1 stays one). Nothing that is read is trusted:
-file names follow from numbers, links and pipes are refused, and JSON is checked (`records.py`). There is no pickle.
+Every file has a checksum (format 1 had them for draws only; a run of format 1 stays one). Nothing that is read is
+trusted: file names follow from numbers, links and pipes are refused, and JSON is checked (`records.py`). There is no
+    pickle.
 """
 
 from __future__ import annotations
@@ -31,27 +32,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from adammcmc.errors import StoreCorrupt, StoreMismatch, warn
+from adammcmc.posterior.store import files
 from adammcmc.posterior.store.base import MemoryStore, Store
 from adammcmc.posterior.store.checkpoint import CHECKPOINT, PREVIOUS, Checkpoints, is_sealed
 from adammcmc.posterior.store.encoding import HostCopies, Tensors, checksum, safetensors_parts, strict_json
-from adammcmc.posterior.store.files import (
-    BackgroundWriter,
-    append_line,
-    check_space,
-    checked_folder,
-    format_bytes,
-    plain_files_only,
-    remove_leftovers,
-    replace_file,
-    set_aside,
-)
+from adammcmc.posterior.store.files import format_bytes
 from adammcmc.posterior.store.lock import LOCK, Lock
 from adammcmc.posterior.store.records import (
     FORMAT,
     MANIFEST,
     Lines,
     Record,
-    check_manifest,
     draw_name,
     line_of,
     manifest_text,
@@ -60,20 +51,7 @@ from adammcmc.posterior.store.records import (
 )
 from adammcmc.posterior.store.whole import make_folder
 
-__all__ = [
-    "CHECKPOINT",
-    "FORMAT",
-    "PREVIOUS",
-    "FolderStore",
-    "MemoryStore",
-    "Record",
-    "Store",
-    "check_manifest",
-    "check_space",
-    "format_bytes",
-    "read_manifest",
-    "set_aside",
-]
+__all__ = ["CHECKPOINT", "FORMAT", "PREVIOUS", "FolderStore", "MemoryStore", "Record", "Store", "format_bytes", "read_manifest"]
 
 _INDEX = "index.jsonl"
 
@@ -97,7 +75,7 @@ class FolderStore(Store):
         self._num_saved: dict[int, int] = {}
         """The number of draws of a chain at its last checkpoint."""
         self._num_dropped: dict[int, int] = {}
-        self._writer, self._host = BackgroundWriter(), HostCopies()
+        self._writer, self._host = files.BackgroundWriter(), HostCopies()
         try:
             if manifest is not None:
                 self._begin(manifest)
@@ -120,13 +98,13 @@ class FolderStore(Store):
         if (self.path / MANIFEST).exists():
             raise StoreMismatch(f"'{self.path}' holds a run already. Pass resume=True to continue it, or choose another path.")
         # a run that was killed before it began has left at most its first checkpoints
-        files = [p.relative_to(self.path) for p in self.path.rglob("*") if p.is_file() and p.suffix != ".tmp"]
-        if foreign := [str(p) for p in sorted(files) if p.name not in (LOCK, CHECKPOINT, PREVIOUS)]:
+        found = [p.relative_to(self.path) for p in self.path.rglob("*") if p.is_file() and p.suffix != ".tmp"]
+        if foreign := [str(p) for p in sorted(found) if p.name not in (LOCK, CHECKPOINT, PREVIOUS)]:
             raise StoreMismatch(f"'{self.path}' is not empty and holds no run (it has '{foreign[0]}'). Choose another path.")
         super().__init__(manifest)
         chains = self._chain_folders()
         for folder in (self.path, *chains.values()):
-            remove_leftovers(folder)
+            files.remove_leftovers(folder)
             for name in (CHECKPOINT, PREVIOUS):  # perhaps of another run: this one must never fall back on them
                 (folder / name).unlink(missing_ok=True)
         for folder in chains.values():
@@ -139,7 +117,7 @@ class FolderStore(Store):
         return is_sealed(self.manifest)
 
     def write_manifest(self) -> None:
-        replace_file(self.path / MANIFEST, [manifest_text(self.manifest)])
+        files.replace_file(self.path / MANIFEST, [manifest_text(self.manifest)])
 
     def flush(self) -> None:
         self._writer.wait()
@@ -165,9 +143,9 @@ class FolderStore(Store):
             text = json.dumps({key: value for key, value in record.items() if key != "seconds"}, allow_nan=False)
             metadata = {"record": text} if self.is_sealed else None
             parts = safetensors_parts(tensors, metadata, dtype=self.manifest["dtype"], is_sealed=self.is_sealed)
-            size, crc = replace_file(folder / draw_name(draw), parts)
+            size, crc = files.replace_file(folder / draw_name(draw), parts)
             record = {**record, "file": draw_name(draw), "bytes": size, "crc32": crc}
-        append_line(folder / _INDEX, line_of(record, is_sealed=self.is_sealed))
+        files.append_line(folder / _INDEX, line_of(record, is_sealed=self.is_sealed))
         self._index.setdefault(chain, []).append(record)
 
     def commit(self, records: Sequence[Record], tensors: Tensors, state: dict[str, Any] | None) -> None:
@@ -273,7 +251,7 @@ class FolderStore(Store):
         return None
 
     def restore(self, key: int | None, chains: Sequence[int]) -> dict[str, Any] | None:
-        """The newest checkpoint that is intact and whose draws are in the index; the previous one comes with a warning."""
+        """The newest checkpoint that is intact and whose draws are all in the index; warns if it is the previous one."""
         both = self.checkpoints(key)
         problems = []
         for file in both.files:
@@ -325,13 +303,13 @@ class FolderStore(Store):
     def write_index(self, chain: int, records: list[Record]) -> None:
         """Replace the index of a chain."""
         lines = [line_of(record, is_sealed=self.is_sealed) for record in records]
-        replace_file(self._folder(chain) / _INDEX, lines)
+        files.replace_file(self._folder(chain) / _INDEX, lines)
         self._index[chain] = records
 
     def read_chain(self, chain: int) -> Lines:
         """The index of a chain as it is on disk, up to its first bad line."""
         file = self.path / f"chain-{chain}" / _INDEX
-        with plain_files_only():
+        with files.plain_files_only():
             return read_lines(file, chain, is_sealed=self.is_sealed, has_files=self.manifest["keep"] != "moments")
 
     def _read_index(self, writes: bool) -> None:
@@ -373,10 +351,10 @@ class FolderStore(Store):
         if not writes:
             return
         for folder in (self.path, *folders.values()):
-            remove_leftovers(folder)
+            files.remove_leftovers(folder)
         for chain, lines in found.items():
             index = folders[chain] / _INDEX
-            # a file with two names also belongs to another folder (a copy made of hard links), and must not be written to
+            # a file with two names also belongs to another folder (a copy made of hard links): do not write to it
             if lines.problem is not None or lines.is_unfinished or (index.exists() and index.stat().st_nlink > 1):
                 self.write_index(chain, lines.records)
 
@@ -409,14 +387,14 @@ class FolderStore(Store):
             folder = self.path / f"chain-{chain}"
             if not os.path.lexists(folder):
                 make_folder(folder)
-            self._folders[chain] = checked_folder(folder)
+            self._folders[chain] = files.checked_folder(folder)
         return self._folders[chain]
 
     def _chain_folders(self) -> dict[int, Path]:
         """The existing folders of chains, by number."""
         names = sorted(entry.name for entry in os.scandir(self.path))
         chains = {int(match[1]): self.path / match[0] for name in names if (match := re.fullmatch(r"chain-(0|[1-9]\d*)", name))}
-        return {chain: checked_folder(folder) for chain, folder in sorted(chains.items())}
+        return {chain: files.checked_folder(folder) for chain, folder in sorted(chains.items())}
 
     def _file(self, record: Record) -> Path:
         return self.path / f"chain-{record['chain']}" / draw_name(record["draw"])
