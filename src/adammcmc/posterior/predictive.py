@@ -111,7 +111,7 @@ class Prediction:
     def labels(self) -> Tensor:
         """The most probable class by the mean prediction."""
         self._check_classes("labels")
-        return (self.mean > 0.5).long() if self._is_binary else self.mean.argmax(1)
+        return (self.mean > 0.5).long() if self.is_binary else self.mean.argmax(1)
 
     @property
     def entropy(self) -> Tensor:
@@ -182,7 +182,7 @@ class Prediction:
         return targets is own or (targets.dtype == own.dtype and torch.equal(targets.cpu(), own))
 
     @property
-    def _is_binary(self) -> bool:
+    def is_binary(self) -> bool:
         return self.likelihood.name.startswith("bernoulli")
 
     def _check_classes(self, name: str) -> None:
