@@ -304,7 +304,7 @@ MUTANTS = [
     Mutant(
         "prediction in training mode",
         "posterior/predictive.py",
-        "    model.eval()\n",
+        "            self.model.eval()\n",
         "",
         "tests/test_predictive.py",
     ),
