@@ -179,7 +179,7 @@ def test_a_sick_run_is_called_so_on_the_first_screen(name: str, tmp_path: Path) 
 def test_without_data_it_says_what_it_cannot_tell(well: tuple[Path, Posterior], tmp_path: Path) -> None:
     path = well[1].report(tmp_path / "bare.html")
     words = Page(path.read_text()).words
-    assert "to compare what the chains predict" in words
+    assert "to compare the chains' predictions" in words
     assert "Is it right?" not in words
 
 

@@ -146,7 +146,7 @@ def test_batch_noise_is_named() -> None:
     assert summary.grade == "sick"
     assert summary.findings[0].kind == "too hot"
     assert "noise s = " in summary.verdict
-    assert [row.verdict for row in summary.rows[:2]] == ["of batches: mostly their noise"] * 2
+    assert [row.verdict for row in summary.rows[:2]] == ["estimated on batches: mostly noise"] * 2
     assert not summary.rows[0].is_judged
 
 
@@ -195,11 +195,11 @@ def test_predictions_at_training_inputs_are_judged_without_inputs(sound: Posteri
     assert row.count == 16
     assert row.ess_bulk == pytest.approx(float(diagnostics.ess_bulk(values).min()), rel=0.02)  # six digits were written down
     assert row.rhat == pytest.approx(float(diagnostics.rhat(values).max()), abs=1e-3)
-    worth = min(row.ess_bulk, float(diagnostics.ess_bulk(sound.trace("potential"))))
-    assert f"1000 draws of 4 chains, worth about {worth:.0f} independent draws (" in str(sound)
+    least = min(row.ess_bulk, float(diagnostics.ess_bulk(sound.trace("potential"))))
+    assert f"1000 draws of 4 chains, about {least:.0f} effective (" in str(sound)
 
 
-def test_predictions_that_are_worth_few_draws_end_the_praise(sound: Posterior) -> None:
+def test_a_chain_with_few_effective_predictions_is_not_called_healthy(sound: Posterior) -> None:
     alone = sound.chain(0)
     assert "no complaint" in str(alone)
     records = [record for record in sound.store.index if record["chain"] == 0]
@@ -209,12 +209,12 @@ def test_predictions_that_are_worth_few_draws_end_the_praise(sound: Posterior) -
         for record, place in zip(records, walk, strict=True):
             record["probe"] = [place, 0.0]
         assert "no complaint" not in str(alone)
-        assert "cannot tell yet: its predictions at training inputs are worth about" in str(alone)
-        assert "independent draws (predictions at training inputs)" in str(alone)
+        assert "of at least 30 effective draws of its predictions at training inputs" in str(alone)
+        assert "effective (predictions at training inputs)" in str(alone)
         for record in records:
             del record["probe"]  # as an older version left it
         assert "no complaint" in str(alone)
-        assert "independent draws (U)" in str(alone)
+        assert "effective (U)" in str(alone)
         assert "predictions at training inputs" not in [row.name for row in alone.summary().rows]
     finally:
         for record, values in zip(records, before, strict=True):
@@ -274,7 +274,7 @@ def test_an_interrupted_run_is_compared_as_far_as_it_goes(tmp_path: Path) -> Non
     summary = Posterior.open(tmp_path / "run", model).summary(HELD_OUT)
     assert summary.num_chains == 3
     assert summary.num_draws == 11
-    assert summary.notes[0] == "left out, since they have few draws or none: chain 3"
+    assert summary.notes[0] == "left out, with too few draws: chain 3"
     assert summary.notes[1] == "chains are compared by the first 11 draws of each"
     part = Posterior.open(tmp_path / "run", model)[:20].summary(HELD_OUT)  # of the first chain
     assert part.num_chains == 1
