@@ -399,8 +399,8 @@ def test_scores_of_values_with_noise(raw: bool) -> None:
     assert found.nll_gaussian.value == pytest.approx(-float(moments.mean()))
     assert found.nll_gaussian.error == pytest.approx(float(moments.std() / len(y) ** 0.5))
     assert found.nll == (found.nll_mixture if raw else found.nll_gaussian)
-    assert f"{found.nll_mixture} nats, mixture of the draws" in str(found)
-    assert f"{found.nll_gaussian} nats, with the predictive mean and variance" in str(found)
+    assert f"negative log likelihood (nats)  {found.nll_mixture}" in str(found)
+    assert f"the same for one Gaussian       {found.nll_gaussian}" in str(found)
 
 
 def test_verdicts_on_values() -> None:

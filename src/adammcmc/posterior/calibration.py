@@ -10,7 +10,7 @@ Each score is a few lines of float64, so that scikit-learn and torchmetrics are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -463,9 +463,9 @@ def _numbers(name: str, values: Tensor) -> Tensor:
 # --- all scores of a prediction -------------------------------------------------------------------------------------------
 
 
-def _table(num_examples: int, verdict: str, rows: Sequence[tuple[str, object]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([f"{_examples(num_examples)}{verdict}", *(f"  {name:<{width}}  {value}" for name, value in rows)])
+def _table(title: str, rows: Mapping[str, object]) -> str:
+    width = max(map(len, rows))
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
 
 
 def _examples(number: int) -> str:
@@ -498,17 +498,21 @@ class ClassScores:
         over, high = ("over", "high") if gap > 0 else ("under", "low")
         return f"{over}confident: probabilities are too {high} by {abs(gap):.3f}"
 
+    @property
+    def numbers(self) -> dict[str, str]:
+        """The rows of the table, by name."""
+        rows = {
+            "accuracy": str(self.accuracy),
+            "negative log likelihood (nats)": str(self.nll),
+            "Brier score": str(self.brier),
+            "calibration error": str(self.ece),
+            "confidence - accuracy": self.overconfidence.with_sign,
+        }
+        half = "{:.4f} in the more certain half, {:.4f} overall"
+        return rows | {f"errors, by {name}": half.format(c.at(0.5), c.at(1.0)) for name, c in self.selective.items()}
+
     def __str__(self) -> str:
-        rows: list[tuple[str, object]] = [
-            ("accuracy", self.accuracy),
-            ("negative log likelihood", f"{self.nll} nats"),
-            ("Brier score", self.brier),
-            ("calibration error", self.ece),
-            ("confidence - accuracy", self.overconfidence.with_sign),
-        ]
-        for name, curve in self.selective.items():
-            rows.append((f"errors, by {name}", f"{curve.at(0.5):.4f} in the more certain half, {curve.at(1.0):.4f} overall"))
-        return _table(self.num_examples, f": {self.verdict}", rows)
+        return _table(f"{_examples(self.num_examples)}: {self.verdict}", self.numbers)
 
 
 class Coverage(NamedTuple):
@@ -557,14 +561,19 @@ class ValueScores:
         word = "narrow" if worst.share < worst.level else "wide"
         return f"intervals are too {word}: {worst.level:.0%} intervals contain {worst.share:.1%} of the targets"
 
+    @property
+    def numbers(self) -> dict[str, str]:
+        """The rows of the table, by name."""
+        rows = {
+            "root mean square error": self.rmse,
+            "negative log likelihood (nats)": self.nll_mixture,
+            "the same for one Gaussian": self.nll_gaussian,
+            **{f"coverage at {c.level:.0%}": Measured(c.share, c.error) for c in self.coverage},
+        }
+        return {name: str(value) for name, value in rows.items() if value is not None}
+
     def __str__(self) -> str:
-        rows: list[tuple[str, object]] = [("root mean square error", self.rmse)]
-        if self.nll_mixture is not None:
-            rows.append(("negative log likelihood", f"{self.nll_mixture} nats, mixture of the draws"))
-        if self.nll_gaussian is not None:
-            rows.append(("of one Gaussian", f"{self.nll_gaussian} nats, with the predictive mean and variance"))
-        rows += [(f"coverage at {c.level:.0%}", Measured(c.share, c.error)) for c in self.coverage]
-        return _table(self.num_examples, f": {self.verdict}", [*rows, ("intervals", self.intervals)])
+        return _table(f"{_examples(self.num_examples)}: {self.verdict}", self.numbers | {"intervals": self.intervals})
 
 
 def score(
@@ -687,8 +696,8 @@ class OutOfDistribution:
     """By "mutual information", "entropy" and "spread"; in regression by "spread"."""
 
     def __str__(self) -> str:
-        against = f" out of distribution, {self.num_inside:,} in distribution"
-        return _table(self.num_outside, against, [(f"by {name}", found) for name, found in self.by.items()])
+        title = f"{_examples(self.num_outside)} out of distribution, {self.num_inside:,} in distribution"
+        return _table(title, {f"by {name}": found for name, found in self.by.items()})
 
 
 def compare_ood(inside: Prediction, outside: Prediction) -> OutOfDistribution:
