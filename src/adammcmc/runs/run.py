@@ -34,9 +34,9 @@ from adammcmc.errors import NonFiniteLoss, StoreCorrupt, StoreMismatch, warn
 from adammcmc.posterior.moments import Moments
 from adammcmc.posterior.posterior import Posterior, bare, check_model, describe_tensors
 from adammcmc.posterior.predictive import Probe
+from adammcmc.posterior.store.archives import free_memory
 from adammcmc.posterior.store.encoding import can_store, plain_json
 from adammcmc.posterior.store.folder import FolderStore, MemoryStore, Store, check_space, format_bytes, read_manifest
-from adammcmc.posterior.store.memory import free_memory
 from adammcmc.runs.callbacks import Callback, Event, OwnNumbers
 from adammcmc.runs.factory import (
     Factory,
