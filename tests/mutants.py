@@ -304,7 +304,7 @@ MUTANTS = [
     Mutant(
         "prediction in training mode",
         "posterior/predictive.py",
-        "    model.eval()\n",
+        "            self.model.eval()\n",
         "",
         "tests/test_predictive.py",
     ),
@@ -401,7 +401,7 @@ MUTANTS = [
     ),
     Mutant(
         "chains from one start called sound",
-        "posterior/posterior.py",
+        "posterior/diagnosis.py",
         "return starts is None or len({starts[c] for c in chains}) == 1",
         "return False",
         "tests/test_summary.py",

@@ -19,9 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from adammcmc.errors import NonFiniteLoss, warn
 from adammcmc.posterior.posterior import Posterior, bare
 from adammcmc.posterior.predictive import Probe
+from adammcmc.posterior.store.archives import free_memory
 from adammcmc.posterior.store.files import check_space, format_bytes
 from adammcmc.posterior.store.folder import FolderStore, MemoryStore, Store, read_manifest
-from adammcmc.posterior.store.memory import free_memory
 from adammcmc.runs.engines import OneChain, Stack, model_tensors, prefers_stack, stack_chains, write_tensors
 from adammcmc.runs.factory import as_factory, build, finds_settings, given_options, innermost, scanned
 from adammcmc.runs.interrupts import deferred_interrupt

@@ -229,9 +229,9 @@ class FolderStore(Store):
             return None
         chains = sorted(self._index) if key is None else [key]
         problems, is_damaged = [], False
-        for file in (both := self.checkpoints(key)).files:
+        for file in (pair := self.checkpoints(key)).files:
             try:
-                state = both.read(file)
+                state = pair.read(file)
             except StoreCorrupt as error:
                 problems.append(str(error))
                 is_damaged = True
@@ -252,20 +252,20 @@ class FolderStore(Store):
 
     def restore(self, key: int | None, chains: Sequence[int]) -> dict[str, Any] | None:
         """The newest checkpoint that is intact and whose draws are all in the index; warns if it is the previous one."""
-        both = self.checkpoints(key)
+        pair = self.checkpoints(key)
         problems = []
-        for file in both.files:
+        for file in pair.files:
             try:
-                state = self.usable(both, file, chains)
+                state = self.usable(pair, file, chains)
             except StoreCorrupt as error:
                 problems.append(str(error))
                 continue
             if state is None:
                 continue
-            if file == both.previous:
-                why = problems[0] if problems else f"'{both.newest}' is missing."
+            if file == pair.previous:
+                why = problems[0] if problems else f"'{pair.newest}' is missing."
                 warn(f"{why} The run resumes from the previous checkpoint.")
-                both.use_previous()
+                pair.use_previous()
             for chain in chains:
                 self.rewind(chain, state["num_draws"])
             return state
@@ -273,9 +273,9 @@ class FolderStore(Store):
             raise StoreCorrupt(f"{problems[0]} `adammcmc check {self.path} --repair` recovers what it can.")
         return None
 
-    def usable(self, both: Checkpoints, file: Path, chains: Sequence[int]) -> dict[str, Any] | None:
+    def usable(self, pair: Checkpoints, file: Path, chains: Sequence[int]) -> dict[str, Any] | None:
         """A checkpoint to resume from: the index must have all its draws. None if the file does not exist."""
-        if (state := both.read(file)) is None:
+        if (state := pair.read(file)) is None:
             return None
         for chain in chains:
             if self.num_draws(chain) < state["num_draws"]:
@@ -361,10 +361,10 @@ class FolderStore(Store):
     def _check_that_no_checkpoint_needs_it(self, chain: int, problem: str) -> None:
         """A bad line after the draws of a checkpoint is an interrupted write: its draw is made again on resume."""
         key, chains = (None, sorted(self._index)) if self.is_stacked else (chain, [chain])
-        both = self.checkpoints(key)
-        for file in both.files:
+        pair = self.checkpoints(key)
+        for file in pair.files:
             with suppress(StoreCorrupt):
-                if self.usable(both, file, chains) is not None:
+                if self.usable(pair, file, chains) is not None:
                     warn(f"{problem}: draws from there on are left out, and made again on resume.")
                     return
         raise StoreCorrupt(f"{problem}. `adammcmc check {self.path} --repair` rebuilds the index from the draws.")
@@ -374,7 +374,7 @@ class FolderStore(Store):
         number = self.manifest["configuration"]["num_chains"]
         if self.is_stacked and not self._index:
             with suppress(StoreCorrupt):
-                states = map((both := self.checkpoints(None)).read, both.files)
+                states = map((pair := self.checkpoints(None)).read, pair.files)
                 if not any(state["num_draws"] for state in states if state is not None):
                     return []
         return [f"chain-{chain}" for chain in range(number) if chain not in self._index]
