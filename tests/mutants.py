@@ -255,8 +255,8 @@ MUTANTS = [
     Mutant(
         "draws after the checkpoint kept on resume",
         "posterior/store/folder.py",
-        '                self.rewind(chain, state["num_draws"])\n',
-        "                pass\n",
+        '            self.rewind(chain, state["num_draws"])\n',
+        "            pass\n",
         "tests/test_resume.py tests/test_store.py",
     ),
     Mutant(
@@ -353,8 +353,8 @@ MUTANTS = [
     Mutant(
         "draws of a stack after its checkpoint kept on resume",
         "posterior/store/folder.py",
-        "for chain in chains:\n                self.rewind",
-        "for chain in list(chains)[:1]:\n                self.rewind",
+        "for chain in chains:\n            self.rewind",
+        "for chain in list(chains)[:1]:\n            self.rewind",
         "tests/test_resume.py",
     ),
     Mutant(

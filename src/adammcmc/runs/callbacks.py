@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from adammcmc.samplers.sampler import Sampler
-from adammcmc.samplers.stacked import StackedChain
-
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+    from adammcmc.runs.engines import ChainView
 
 __all__ = ["Callback", "Event", "OwnNumbers", "TensorBoard"]
 
@@ -29,7 +28,7 @@ class Event:
     num_draws: int
     """Draws of this chain so far."""
     is_burning_in: bool
-    sampler: Sampler | StackedChain
+    sampler: ChainView
     """The chain's sampler; of chains that run at once, a view of this one."""
     model: nn.Module
     """At the chain's present weights; must not be changed."""

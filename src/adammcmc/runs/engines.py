@@ -20,7 +20,11 @@ from adammcmc.target.randomness import streams
 if TYPE_CHECKING:
     from adammcmc.runs.session import Session
 
-__all__ = ["OneChain", "Stack", "model_tensors", "prefers_stack", "stack_chains", "write_tensors"]
+__all__ = ["ChainView", "OneChain", "Stack", "model_tensors", "prefers_stack", "stack_chains", "write_tensors"]
+
+
+ChainView = Sampler | StackedChain
+"""A chain as callbacks see it."""
 
 
 class OneChain:

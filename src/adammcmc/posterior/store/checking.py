@@ -211,7 +211,8 @@ class _Folder(FolderStore):
         done, usable = [], []
         for file in pair.files:
             try:
-                if self.usable(pair, file, chains) is not None:
+                if (state := pair.read(file)) is not None:
+                    self.check_draws(chains, state)
                     usable.append(file)
             except StoreCorrupt:
                 if self._try_checkpoint(pair, file) is None:  # one ahead of the index still has the health of its chain
