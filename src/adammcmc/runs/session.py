@@ -75,8 +75,8 @@ class Session:
         """Evaluates the loss once and decides whether to stack. At the end the model and the data are as before."""
         with _restored(self.model, self.device):
             try:
-                whole = to_device(self.data.fetch(slice(None)), self.device) if self.has_fixed_data else None
-                self.first_batch = whole if self.has_fixed_data else to_device(next(self.data), self.device)
+                batch = self.data.fetch(slice(None)) if self.has_fixed_data else next(self.data)
+                self.first_batch = to_device(batch, self.device)
                 self.loss.try_out(self.plan.model, self.first_batch)
                 self.probe = Probe.make(self.model, self.first_batch, self.loss, self.likelihood)
                 self.data.restart(0)
