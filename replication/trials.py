@@ -21,9 +21,9 @@ from adammcmc.acceptance import AcceptanceTest, AlwaysAccept, Barker, Confidence
 from adammcmc.jets.features import JetData
 from adammcmc.jets.particlenet import ParticleNet
 from adammcmc.jets.tagger import NETWORKS
+from adammcmc.samplers.adam import AdamMCMC, AsReleased
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.exact import Underdamped
-from adammcmc.samplers.adam import AdamMCMC, AsReleased
 from adammcmc.samplers.sampler import Sampler
 from adammcmc.target.data import derive_seed
 from adammcmc.target.likelihood import DataExamples, Loss

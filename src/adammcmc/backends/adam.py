@@ -38,7 +38,7 @@ _PER_LEAF = 6  # lr, beta1, beta2, eps, sigma, precision
 @triton.jit
 def _prepare(
     keys, draw_at, settings, counts, coefficients, numbers, num_leaves, losses, num_losses, frozen_at, totals,
-    ELEMENTWISE: tl.constexpr, SIZE: tl.constexpr,
+    ELEMENTWISE: tl.constexpr, UNIFORM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """One chain: the bias corrections of its leaves, z, the uniform number, and whether it may move (it is not frozen, and
     its loss is finite)."""
@@ -51,10 +51,10 @@ def _prepare(
     key, last = tl.load(keys + chain), tl.load(draw_at).to(tl.uint32)
     zero = tl.zeros([1], tl.uint32)
     one = tl.arange(0, 1)
-    if ELEMENTWISE:  # draws: z, eps, zeta, uniform; the z of the step is not used
+    if ELEMENTWISE:  # draws: z, eps, zeta (and the uniform number); the z of the step is not used
         z = tl.zeros([1], tl.float64)
-    else:  # z, eps, uniform
-        a, b, c, d = tl.philox(key, zero, zero, zero + 1, zero + last - 2)
+    else:  # z, eps (and the uniform number)
+        a, b, c, d = tl.philox(key, zero, zero, zero + 1, zero + last - UNIFORM - 1)
         z = tl.sqrt(-2.0 * tl.log(wide_uniform(a, b))) * tl.cos(6.283185307179586 * (wide_uniform(c, d) - 0.5))
     a, b, c, d = tl.philox(key, zero, zero, zero + 1, zero + last)
     tl.store(totals + 5 * num_chains + chain + one, tl.log(wide_uniform(a, b)))
@@ -91,8 +91,8 @@ def _prepare(
 @triton.jit
 def _propose(
     places, gradients, sizes, bases, chunks, num_chunks, coefficients, numbers, keys, draw_at, sums, num_sums, first,
-    num_leaves, inverse_scales, settings, HAS_PRIOR: tl.constexpr, ELEMENTWISE: tl.constexpr, FULL: tl.constexpr,
-    SIZE: tl.constexpr,
+    num_leaves, inverse_scales, settings, HAS_PRIOR: tl.constexpr, ELEMENTWISE: tl.constexpr, UNIFORM: tl.constexpr,
+    FULL: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """theta, g, m1, m2 -> m1, m2, the copy of theta, and tau where theta was; partial sums of each program and chain."""
     program, chain, num_chains = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -132,7 +132,7 @@ def _propose(
         new1, keep2, new2 = tl.load(row + 2).to(tl.float32), tl.load(row + 3).to(tl.float32), tl.load(row + 4).to(tl.float32)
         sigma, whiten, precision = tl.load(row + 5).to(tl.float32), tl.load(row + 6), tl.load(row + 7)
         index = (tl.load(bases + t) + start // 4 + tl.arange(0, SIZE // 4)).to(tl.uint32)
-        n0, n1, n2, n3 = normals(key, index, last_draw - (2 if ELEMENTWISE else 1))
+        n0, n1, n2, n3 = normals(key, index, last_draw - UNIFORM - (1 if ELEMENTWISE else 0))
         noise = tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3))
         if HAS_PRIOR:
             g += p * (precision * inverse_scale).to(tl.float32)
@@ -145,7 +145,7 @@ def _propose(
         m1, m2 = tl.where(sound, u1, m1), tl.where(sound, u2, m2)
         shift = along * u
         if ELEMENTWISE:
-            n0, n1, n2, n3 = normals(key, index, last_draw - 1)
+            n0, n1, n2, n3 = normals(key, index, last_draw - UNIFORM)
             zeta = tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3))
             shift += sigma_along.to(tl.float32) * zeta * u
         tau = p + sigma * noise + shift
@@ -222,7 +222,7 @@ class OnePassAdam:
         self._elementwise = elementwise
         device, n, chains = self.places.device, self.places.num_leaves, self.places.num_chains
         self._counts = self.places.put([int(k) for k in memory.step], torch.int64)
-        self._keys = Keys(self.places, 4 if elementwise else 3)
+        self._keys = Keys(self.places)
         width = sum(launch.width for launch in self.places.launches)
         made: Any = {"dtype": torch.float64, "device": device}
         self._settings = torch.zeros(chains, 1 + _PER_LEAF * n, **made)
@@ -271,20 +271,22 @@ class OnePassAdam:
         """theta -> tau, in place, for every chain that may move. `upload` must have seen the kernel's settings."""
         assert here.grad is not None
         places, n = self.places, self.places.num_leaves
-        keys, draw = self._keys.next(generator)
+        has_uniform = int(kernel.acceptance.needs_noise and kernel.acceptance.is_metropolis)
+        keys, draw = self._keys.next(generator, 2 + int(self._elementwise) + has_uniform)
         gradients = places.point_at(contiguous(here.grad))
         totals = torch.empty(_TOTALS, places.num_chains, dtype=torch.float64, device=places.device)
         losses = here.losses.contiguous()
         _prepare[(places.num_chains,)](
             keys, draw, self._settings, self._counts, self._coefficients, self._numbers, n, losses, losses[0].numel(),
-            frozen_at, totals, ELEMENTWISE=self._elementwise, SIZE=128,
+            frozen_at, totals, ELEMENTWISE=self._elementwise, UNIFORM=has_uniform, SIZE=128,
         )  # fmt: skip
         first = 0
         for chunks, num_chunks, width, is_full in places.launches:
             _propose[(width, places.num_chains)](
                 places.table, gradients, places.sizes, places.bases, chunks, num_chunks, self._coefficients, self._numbers,
                 keys, draw, self._sums, self._sums.shape[2], first, n, self._inverse_scales, self._settings,
-                HAS_PRIOR=self._has_prior, ELEMENTWISE=self._elementwise, FULL=is_full, SIZE=BLOCK, num_warps=WARPS,
+                HAS_PRIOR=self._has_prior, ELEMENTWISE=self._elementwise, UNIFORM=has_uniform, FULL=is_full,
+                SIZE=BLOCK, num_warps=WARPS,
             )  # fmt: skip
             first += width
         _finish[(places.num_chains,)](
@@ -297,7 +299,7 @@ class OnePassAdam:
             (square,),
             log_q_ratio=log_q,
             step_to_noise=ratio if self._has_noise else None,
-            log_uniform=log_uniform,
+            log_uniform=log_uniform if has_uniform else None,
             log_prior=(prior, prior_there) if self._has_prior else None,
             in_place=InPlaceMove(places, self._numbers[2]),
         )

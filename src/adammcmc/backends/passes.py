@@ -88,7 +88,9 @@ def _decide(
             off = tl.load(there + i, mask=i < num_losses, other=0.0).to(tl.float64) - old - mean
             spread += tl.where(i < num_losses, off * off, 0.0)
         # zero for fixed data; NaN where only a mean is known, by a noise scale of NaN
-        noise = tl.sqrt(tl.sum(spread) / tl.maximum(num_losses - 1, 1)) * tl.load(noise_scales + chain)
+        noise_scale = tl.load(noise_scales + chain)
+        noise = tl.sqrt(tl.sum(spread) / tl.maximum(num_losses - 1, 1)) * noise_scale
+        noise = tl.where(noise_scale == 0.0, 0.0, noise)
         proposed_loss = loss + mean
     else:
         finite = tl.abs(prior_there - prior_here) < float("inf")
@@ -367,14 +369,14 @@ class Keys:
     `Counters` have lasting keys and number their draws. A torch generator gives a fresh key for every step.
     """
 
-    def __init__(self, places: Places, num_draws: int) -> None:
-        self._shape, self._device, self._num_draws = (places.num_chains,), places.device, num_draws
-        self._last = places.put([num_draws], torch.int64)
+    def __init__(self, places: Places) -> None:
+        self._shape, self._device = (places.num_chains,), places.device
+        self._last = places.put([8], torch.int64)  # numbers of draws under a fresh key; any will do
 
-    def next(self, generator: Randomness) -> tuple[Tensor, Tensor]:
-        """(chains,) and (1,), int64, on the device."""
+    def next(self, generator: Randomness, count: int) -> tuple[Tensor, Tensor]:
+        """The keys, (chains,), and the number of the last of `count` draws, (1,): int64, on the device."""
         if isinstance(generator, Counters):
-            return generator.next(self._num_draws)
+            return generator.next(count)
         assert isinstance(generator, torch.Generator)
         lowest, highest = -(2**63), 2**63 - 1
         keys = torch.randint(lowest, highest, self._shape, dtype=torch.int64, device=self._device, generator=generator)

@@ -163,7 +163,7 @@ class OnePassUnderdamped:
         addresses = [0] if self._roots is None else [r.data_ptr() for r in self._roots]
         self._root_table = self.places.put(addresses, torch.int64)
         device, n, chains = self.places.device, self.places.num_leaves, self.places.num_chains
-        self._keys = Keys(self.places, 1)
+        self._keys = Keys(self.places)
         made: Any = {"dtype": torch.float64, "device": device}
         self._settings, self._scales = torch.zeros(chains, n, _PER_LEAF, **made), torch.ones(chains, **made)
         self._sums = torch.zeros(_NUM_SUMS, chains, sum(launch.width for launch in self.places.launches), **made)
@@ -197,7 +197,7 @@ class OnePassUnderdamped:
         """theta -> tau, in place. `upload` must have seen the kernel's settings."""
         assert here.grad is not None
         places = self.places
-        keys, draw = self._keys.next(generator)
+        keys, draw = self._keys.next(generator, 1)
         gradients = places.point_at(contiguous(here.grad))
         totals = torch.empty(_NUM_SUMS, places.num_chains, dtype=torch.float64, device=places.device)
         first = 0

@@ -51,7 +51,11 @@ def _read_states(store: Store, chains: Sequence[int]) -> dict[int, ChainState]:
         return {c: ChainState(whole["health"], sums[c], moments[c]) for c in chains}
     states = {chain: store.saved(chain) for chain in chains}
     return {
-        chain: ChainState(state["health"], state["sampler"]["adammcmc"]["health"], (state["moments"] or [None])[0])
+        chain: ChainState(
+            state["health"],
+            split_sums(state["health"], state["sampler"]["adammcmc"]["health"], 1)[0],
+            (state["moments"] or [None])[0],
+        )
         for chain, state in states.items()
         if state is not None
     }

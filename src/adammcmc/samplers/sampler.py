@@ -225,6 +225,8 @@ class Sampler(torch.optim.Optimizer, ABC):
         """Why the kernels of `backends` cannot move these parameters; None if they can."""
         if self.device.type not in FUSED_DEVICES:
             return f"the parameters are on {self.device.type}"
+        if not self.acceptance.uses_batch_only:
+            return f"the test must use the losses of the batch only, not {self.acceptance}"  # others evaluate both points
         if self.parameters.held:
             return "padding rows of an embedding are held, which a pass over memory cannot leave out"
         if not all(p.dtype == torch.float32 and p.is_contiguous() for p in self.parameters.trainable):
@@ -285,6 +287,7 @@ class Sampler(torch.optim.Optimizer, ABC):
     def check_settings(self) -> None:
         if any("initial_lr" in group for group in self.param_groups):
             self.check_schedulable()
+        self.layout()  # settings are those of its leaves
         self.parameters.check_noise(self._sigmas(), self._noise_name)
 
     def prepare(self, potential: Any, state: ChainState) -> ChainState:
