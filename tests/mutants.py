@@ -177,7 +177,7 @@ MUTANTS = [
     ),
     Mutant(
         "the reverse gradient is the forward one",
-        "kernels/corrected.py",
+        "kernels/langevin.py",
         "direction(grad, None, params)[0])",
         "update)",
         "tests/test_corrected.py",

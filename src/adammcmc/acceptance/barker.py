@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,8 +39,8 @@ class Barker(AcceptanceTest):
     growth: float = 1.5
     max_noise: float = 1.0
     max_skewness: float = 0.1
-    needs_examples: ClassVar[bool] = True
-    reads_device: ClassVar[bool] = True
+    needs_examples = True
+    reads_device = True
 
     def __post_init__(self) -> None:
         check_batch_size(self.batch_size, 30)
@@ -90,7 +89,8 @@ class Barker(AcceptanceTest):
 # --- the correction X -------------------------------------------------------------------------------------------------
 # N(0, 1) + X ~ logistic, that is sum_j p_j Phi(y - x_j) = 1 / (1 + e^-y), has no exact solution (the characteristic
 # function of X would grow). Non-negative least squares for the weights of atoms on a grid of 401 points in [-20, 20]
-# leaves 47 atoms, and an error of the distribution function of 7.3e-8 at most. `python -m tests.correction` prints them.
+# leaves 47 atoms, and an error of the distribution function of 7.3e-8 at most. `python -m tests.correction` prints
+# them.
 
 # fmt: off
 ATOMS = (  # x_j >= 0, and the weight of x_j and -x_j together

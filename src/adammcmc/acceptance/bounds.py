@@ -24,10 +24,8 @@ __all__ = ["Bound", "ClampedLoss", "DerivativeBound", "Table", "Tables", "distan
 class Bound(Protocol):
     """|D_i| <= c_i M. A bound of your own is a subclass with `weights` and `distance`."""
 
-    @property
-    def order(self) -> int:
-        """The order of the control variate that the bound is for; 0 for none."""
-        return 0
+    order: int = 0
+    """The order of the control variate that the bound is for; 0 for none."""
 
     def weights(self, num_examples: int, device: torch.device) -> Tensor:
         """c_i, (n,), float64, not negative. Called once."""
@@ -45,10 +43,11 @@ class Bound(Protocol):
 class DerivativeBound(Bound):
     r"""From a bound on a derivative. Exact if the bound is true.
 
-        |d^(k+1) l_i| <= c_i   =>   |D_i| <= c_i |tau - theta| r^k / k!,    r = max(|theta - reference|, |tau - reference|)
+        |d^(k+1) l_i| <= c_i   =>   |D_i| <= c_i |tau - theta| r^k / k!,
+        r = max(|theta - reference|, |tau - reference|)
 
-    where D_i is the remainder after the Taylor polynomial of order k at the reference (k = 0: nothing is subtracted, and
-    c_i is a Lipschitz constant). The gradient of this remainder is itself a remainder of order k: at most
+    where D_i is the remainder after the Taylor polynomial of order k at the reference (k = 0: nothing is subtracted,
+    and c_i is a Lipschitz constant). The gradient of this remainder is itself a remainder of order k: at most
     c_i |x - reference|^k / k! at a point x, and no point between theta and tau is farther from the reference than the
     farther of the two.
 
@@ -98,8 +97,9 @@ class ClampedLoss(Bound):
 
 
 def logistic_bound(inputs: Tensor, order: int = 0) -> DerivativeBound:
-    r"""For l_i = log(1 + e^(-y_i x_i . theta)), y_i = -1 or 1: derivatives of order 1, 2, 3 are at most |x_i|, |x_i|^2 / 4,
-    |x_i|^3 / (6 sqrt 3).
+    r"""For the logistic loss l_i = log(1 + e^(-y_i x_i . theta)), y_i = -1 or 1.
+
+    Its derivatives of order 1, 2, 3 are at most |x_i|, |x_i|^2 / 4, |x_i|^3 / (6 sqrt 3).
 
     Args:
         inputs: x, (n, P).
@@ -159,8 +159,8 @@ def distance(bound: Bound, comparison: Comparison) -> Tensor:
     if bound.order != expected:
         what = "there is no control variate" if control is None else f"the control variate is of order {expected}"
         raise ValueError(
-            f"the bound is for a control variate of order {bound.order} (0: for none), but {what}. A density gets one by "
-            "DataDensity(control_variate=...), a sampler by sampler.use_control_variate(order); sample() has none."
+            f"the bound is for a control variate of order {bound.order} (0: for none), but {what}. A density gets one "
+            "by DataDensity(control_variate=...), a sampler by sampler.use_control_variate(order); sample() has none."
         )
     return bound.distance(comparison.params, comparison.proposed, None if control is None else control.reference)
 

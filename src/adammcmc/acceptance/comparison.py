@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -16,10 +16,9 @@ from adammcmc.target.leaves import Leaves, is_finite
 from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
 
-__all__ = ["CHUNK", "AcceptanceTest", "Comparison", "Differences", "Verdict"]
+__all__ = ["AcceptanceTest", "Comparison", "Differences", "Verdict"]
 
-CHUNK = 4096
-"""Examples in one forward pass."""
+_CHUNK = 4096  # examples in one forward pass
 
 
 @dataclass(frozen=True)
@@ -128,8 +127,9 @@ class Comparison:
             indices: the examples, the same for all chains, or one row per chain, (chains, examples).
             chains: indices of the chains to evaluate; None is all of them.
         """
-        if isinstance(indices, Tensor) and indices.shape[-1] > CHUNK:
-            parts = [self.differences(piece, chains) for piece in torch.split(indices, CHUNK, -1)]
+        pieces = _pieces(indices)
+        if len(pieces) > 1:
+            parts = [self.differences(piece, chains) for piece in pieces]
             finite = torch.stack([part.is_current_finite for part in parts]).all(0)
             return Differences(torch.cat([p.values for p in parts], 1), finite, torch.cat([p.rounding for p in parts], 1))
         params, proposed, rows = self.params, self.proposed, indices
@@ -166,6 +166,12 @@ class Comparison:
                 "reduction='none')."
             )
         return losses
+
+
+def _pieces(indices: slice | Tensor) -> Sequence[slice | Tensor]:
+    if isinstance(indices, Tensor):
+        return torch.split(indices, _CHUNK, -1)
+    return [slice(i, min(i + _CHUNK, indices.stop)) for i in range(indices.start, indices.stop, _CHUNK)]
 
 
 class Differences(NamedTuple):
@@ -205,9 +211,30 @@ class Verdict(NamedTuple):
 class AcceptanceTest(Protocol):
     """Decides whether each chain takes a proposed move.
 
-    Write a test as a subclass with `__call__` and `approximation`; override only the traits whose defaults do not fit, as
-    plain class attributes (`needs_noise = False`). A class that defines every member need not inherit.
+    Write a test as a subclass with `__call__` and `approximation`; override only the traits whose defaults do not fit,
+    as plain class attributes (`needs_noise = False`). A class that defines every member need not inherit.
     """
+
+    needs_noise: bool = True
+    """Whether the test uses `log_q_ratio`, which rules out sigma = 0."""
+    is_metropolis: bool = False
+    """Whether the decision is log uniform < Y with the reported Y and, if given, `Comparison.log_uniform`. Only then is
+    the acceptance of an exact chain 2 P(Y > 0), does noise in Y heat the target by `beta_eff`, and can a kernel carry the
+    uniform number from step to step."""
+    needs_examples: bool = False
+    """Whether the test evaluates examples other than those of the step's own batch."""
+    reads_device: bool = False
+    """Whether the host reads device values before the decision, which rules out CUDA graphs."""
+    uses_all_data: bool = False
+    """Whether every decision uses all examples, so that U is known exactly."""
+    uses_batch_only: bool = False
+    """Whether the decision is plain Metropolis on the step's own batch, or no decision at all. A fused backend can then
+    make it: by Metropolis, or, if not `needs_noise`, by the prior's support alone."""
+    chunk_size: int | None = None
+    """Examples per forward pass of a test on all data; None for any other test."""
+    carries_count: bool = False
+    """Whether `carry` is a count over the whole run, which is checkpointed, and kept when the weights change between
+    steps. Any other carry is a cache for the current weights, and is dropped."""
 
     @abstractmethod
     def __call__(self, comparison: Comparison, carry: Any, generator: Randomness) -> tuple[Verdict, Any]:
@@ -216,57 +243,6 @@ class AcceptanceTest(Protocol):
     @abstractmethod
     def approximation(self, *, fixed_data: bool) -> str | None:
         """Why the test is not exact, in a few words; None if it is. `fixed_data`: every batch is the whole data set."""
-
-    @property
-    def needs_noise(self) -> bool:
-        """Whether the test uses `log_q_ratio`, which rules out sigma = 0."""
-        return True
-
-    @property
-    def is_metropolis(self) -> bool:
-        """Whether the decision is log uniform < Y with the reported Y and, if given, `Comparison.log_uniform`.
-
-        Only then is the acceptance of an exact chain 2 P(Y > 0), does noise in Y heat the target by `beta_eff`, and can a
-        kernel carry the uniform number from step to step.
-        """
-        return False
-
-    @property
-    def needs_examples(self) -> bool:
-        """Whether the test evaluates examples other than those of the step's own batch."""
-        return False
-
-    @property
-    def reads_device(self) -> bool:
-        """Whether the host reads device values before the decision, which rules out CUDA graphs."""
-        return False
-
-    @property
-    def uses_all_data(self) -> bool:
-        """Whether every decision uses all examples, so that U is known exactly."""
-        return False
-
-    @property
-    def uses_batch_only(self) -> bool:
-        """Whether the decision is plain Metropolis on the step's own batch, or no decision at all.
-
-        A fused backend can then make it: by Metropolis, or, if not `needs_noise`, by the prior's support alone.
-        """
-        return False
-
-    @property
-    def chunk_size(self) -> int | None:
-        """Examples per forward pass of a test on all data; None for any other test."""
-        return None
-
-    @property
-    def carries_count(self) -> bool:
-        """Whether `carry` is a count over the whole run.
-
-        A count is checkpointed, and kept when the weights change between steps. Any other carry is a cache for the current
-        weights, and is dropped.
-        """
-        return False
 
     def carried_losses(self, carry: Any) -> Tensor | None:
         """The losses of all examples at the current weights, (chains, n), if `carry` holds them."""

@@ -7,7 +7,6 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,10 +28,10 @@ class Sequential(AcceptanceTest):
 
         stop when  1 - T_{b-1}(|Yhat - log u| / s) < eps;    accept iff Yhat > log u
 
-    T is Student's distribution function, and s has the finite-population factor sqrt(1 - b / n). At b = n the decision is
-    that of the full data, and with eps -> 0 every decision is. eps is the error of ONE t-test: the more of them, the more
-    decisions are wrong, up to half of those with log u near Y. There is no general bound on the bias; measured, it widens
-    the posterior. Data: as many as the t-test requires; all of them if log u is near Y.
+    T is Student's distribution function, and s has the finite-population factor sqrt(1 - b / n). At b = n the decision
+    is that of the full data, and with eps -> 0 every decision is. eps is the error of ONE t-test: the more of them, the
+    more decisions are wrong, up to half of those with log u near Y. There is no general bound on the bias; measured, it
+    widens the posterior. Data: as many as the t-test requires; all of them if log u is near Y.
 
     Args:
         eps: error of one t-test, below 1/2.
@@ -43,8 +42,8 @@ class Sequential(AcceptanceTest):
     eps: float = 0.01
     batch_size: int = 100
     growth: float = 1.5
-    needs_examples: ClassVar[bool] = True
-    reads_device: ClassVar[bool] = True
+    needs_examples = True
+    reads_device = True
 
     def __post_init__(self) -> None:
         if not 0 < self.eps < 0.5:
@@ -70,16 +69,17 @@ class Sequential(AcceptanceTest):
 
 @dataclass(frozen=True)
 class Confidence(AcceptanceTest):
-    r"""Metropolis on as many examples as a concentration bound requires (Bardenet, Doucet and Holmes 2014). Approximate.
+    r"""Metropolis on as many examples as a concentration bound requires (Bardenet et al. 2014). Approximate.
 
         stop when  |Yhat - log u| > sd sqrt(2 rho_b L / b) + (7/3 + 3/sqrt 2) R L / b,    L = log(5 / delta_j)
         accept iff  Yhat > log u;    delta_j = delta / (2 j^2) at batch j,
         rho_b = 1 - (b - 1) / n  up to b = n / 2, then  (1 - b / n) (1 + 1 / b)
 
     sd (with 1 / b) and the range R are those of x_i = c - lambda n D_i (empirical Bernstein-Serfling bound; one side is
-    enough, as only one can make the decision wrong). With a true R, the decision is that of the full data with probability
-    1 - delta at least, whatever the distribution of the losses; at b = n it is the same. Without a bound, R is the range
-    of the x_i seen so far, a heuristic without a guarantee. Data: nearly all, unless a control variate makes R small.
+    enough, as only one can make the decision wrong). With a true R, the decision is that of the full data with
+    probability 1 - delta at least, whatever the distribution of the losses; at b = n it is the same. Without a bound, R
+    is the range of the x_i seen so far, a heuristic without a guarantee. Data: nearly all, unless a control variate
+    makes R small.
 
     Args:
         delta: the probability of a wrong decision.
@@ -92,8 +92,8 @@ class Confidence(AcceptanceTest):
     bound: Bound | None = None
     batch_size: int = 100
     growth: float = 2.0
-    needs_examples: ClassVar[bool] = True
-    reads_device: ClassVar[bool] = True
+    needs_examples = True
+    reads_device = True
 
     def __post_init__(self) -> None:
         if not 0 < self.delta < 1:

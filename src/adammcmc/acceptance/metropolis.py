@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ class _BatchTest(AcceptanceTest):
             check_batch_size(self.batch_size)
 
     @property
-    def needs_examples(self) -> bool:
+    def needs_examples(self) -> bool:  # type: ignore[override]
         return self.batch_size is not None
 
     reads_device = needs_examples
@@ -54,9 +53,9 @@ class _BatchTest(AcceptanceTest):
 class Minibatch(_BatchTest):
     """Metropolis on this step's batch, the same batch on both sides: log uniform < Y (paper: eq. (3), section 4).
 
-    Exact if the batch is the whole data set (`fixed_data=True`) or the target is a density. Otherwise approximate: noise
-    of standard deviation s in the estimated ratio makes the sampled distribution too hot. For small moves it multiplies
-    the inverse temperature by
+    Exact if the batch is the whole data set (`fixed_data=True`) or the target is a density. Otherwise approximate:
+    noise of standard deviation s in the estimated ratio makes the sampled distribution too hot. For small moves it
+    multiplies the inverse temperature by
 
         beta_eff(s) = 2 w / (1/2 + w),    w = e^(s^2/2) Phi(-s)
 
@@ -68,10 +67,10 @@ class Minibatch(_BatchTest):
             alone, without replacement, so that the move does not depend on them; this needs `examples`.
     """
 
-    is_metropolis: ClassVar[bool] = True
+    is_metropolis = True
 
     @property
-    def uses_batch_only(self) -> bool:
+    def uses_batch_only(self) -> bool:  # type: ignore[override]
         return self.batch_size is None
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
@@ -99,14 +98,14 @@ class Penalty(_BatchTest):
         accept with  min(1, exp(Yhat - s^2 / 2))
 
     For normal Yhat ~ N(Y, s^2) with known s, detailed balance holds exactly on average: E a(Y) / E a(-Y) = e^Y, with
-    E a(Y) = Phi(Y/s - s/2) + e^Y Phi(-Y/s - s/2). As s is estimated from the per-example losses, the test is approximate:
-    good for batches of 200 or more and s up to about 2. Rejection grows with s (acceptance 2 Phi(-s/2) at Y = 0); choose
-    the batch so that s is about 1. Data: the batch.
+    E a(Y) = Phi(Y/s - s/2) + e^Y Phi(-Y/s - s/2). As s is estimated from the per-example losses, the test is
+    approximate: good for batches of 200 or more and s up to about 2. Rejection grows with s (acceptance 2 Phi(-s/2) at
+    Y = 0); choose the batch so that s is about 1. Data: the batch.
 
     Args:
-        batch_size: None decides on the batch of the step's gradient, and the closure must return per-example losses; the
-            move of a Langevin kernel then depends on the noise of its own test. A number draws that many examples for
-            the decision alone, which needs `examples`.
+        batch_size: None decides on the batch of the step's gradient, and the closure must return per-example losses;
+            the move of a Langevin kernel then depends on the noise of its own test. A number draws that many examples
+            for the decision alone, which needs `examples`.
     """
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
@@ -149,16 +148,16 @@ class FullData(AcceptanceTest):
 
     chunk_size: int = 4096
     early_rejection: bool = False
-    is_metropolis: ClassVar[bool] = True
-    needs_examples: ClassVar[bool] = True
-    uses_all_data: ClassVar[bool] = True
+    is_metropolis = True
+    needs_examples = True
+    uses_all_data = True
 
     def __post_init__(self) -> None:
         if not self.chunk_size >= 1:
             raise ValueError(f"`chunk_size` must be at least 1, got {self.chunk_size}.")
 
     @property
-    def reads_device(self) -> bool:
+    def reads_device(self) -> bool:  # type: ignore[override]
         return self.early_rejection
 
     def carried_losses(self, carry: Tensor | None) -> Tensor | None:
@@ -170,8 +169,8 @@ class FullData(AcceptanceTest):
         if (n := potential.num_examples) is None:
             if not potential.fixed:
                 raise PerExampleLossRequired(
-                    "FullData() needs the losses of all examples. Pass `examples=TensorExamples(loss, inputs, targets)` "
-                    "to the sampler, with a loss that returns one number per example."
+                    "FullData() needs the losses of all examples. Pass `examples=TensorExamples(loss, inputs, "
+                    "targets)` to the sampler, with a loss that returns one number per example."
                 )
             # the batch is all data
             verdict = metropolis(comparison, comparison.batch_log_ratio(), log_uniform, float("nan"))
@@ -194,7 +193,7 @@ class FullData(AcceptanceTest):
     def _decide_early(
         self, comparison: Comparison, current: Tensor, chunks: list[slice], fixed_part: Tensor, log_uniform: Tensor
     ) -> tuple[Verdict, Tensor]:
-        """accept iff lambda * sum(D) < budget; as l_i(tau) >= 0, unseen examples lower the sum by l_i(theta) at most."""
+        """Accept iff lambda * sum(D) < budget. Unseen examples lower the sum by l_i(theta) at most: l_i(tau) >= 0."""
         lam = comparison.potential.inverse_temperature
         budget = fixed_part - log_uniform
         total, all_current = torch.zeros_like(budget), sums.over_examples(current.sum(1))
@@ -231,13 +230,13 @@ class FullData(AcceptanceTest):
 class AlwaysAccept(AcceptanceTest):
     """No correction: every proposal inside the prior's support is accepted. Approximate (an unadjusted sampler).
 
-    The loss at the proposal is not evaluated, so a step costs as much as the optimizer's own step. With sigma = 0 it *is*
-    the optimizer. A non-finite loss is noticed one step later, at the new current point, where the chain freezes.
+    The loss at the proposal is not evaluated, so a step costs as much as the optimizer's own step. With sigma = 0 it
+    *is* the optimizer. A non-finite loss is noticed one step later, at the new current point, where the chain freezes.
     """
 
-    needs_noise: ClassVar[bool] = False
-    is_metropolis: ClassVar[bool] = True
-    uses_batch_only: ClassVar[bool] = True
+    needs_noise = False
+    is_metropolis = True
+    uses_batch_only = True
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         inside = is_finite(comparison.log_prior_difference()) & comparison.may_move
@@ -267,7 +266,7 @@ def metropolis(comparison: Comparison, log_ratio: Tensor, log_uniform: Tensor, n
 
 
 def decision_as_rate(verdict: Verdict) -> Verdict:
-    """If the data used depend on the uniform number, the mean of min(1, e^Y) would be biased; that of decisions is not."""
+    """If the data used depend on the uniform number, the mean of min(1, e^Y) is biased, that of decisions is not."""
     return verdict._replace(acceptance_rate=verdict.is_accepted.double())
 
 
@@ -278,7 +277,7 @@ def _not_negative(losses: Tensor) -> Tensor:
 
 
 def beta_eff(noise: Tensor) -> Tensor:
-    """The factor by which noise s in the log ratio of a Metropolis test lowers the inverse temperature, for small moves.
+    """The factor by which noise s in the log ratio of a Metropolis test lowers the inverse temperature (small moves).
 
     Example:
         >>> beta_eff(torch.tensor([0.0, 1.0, 10.0], dtype=torch.float64)).round(decimals=2)

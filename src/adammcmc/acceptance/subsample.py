@@ -6,13 +6,12 @@ c = log_q_ratio + log prior(tau) - log prior(theta). From b of n examples, drawn
 
     Yhat = mean(x),    s^2 = var(x) / b * (1 - b / n),
 
-both unbiased (1 / (b - 1) in the variance). Each chain draws one key, which fixes its order of examples: the examples of a
-chain do not depend on how many the others need.
+both unbiased (1 / (b - 1) in the variance). Each chain draws one key, which fixes its order of examples: the examples
+of a chain do not depend on how many the others need.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance.comparison import CHUNK, Comparison
+from adammcmc.acceptance.comparison import Comparison
 from adammcmc.target.keyed import keys, order
 from adammcmc.target.leaves import is_finite
 from adammcmc.target.randomness import Randomness
@@ -111,7 +110,7 @@ def estimate(
         if size == n:
             difference, is_current_finite = full_data(comparison, chains, ordered[:, : x.shape[1]])
         else:
-            if ordered.shape[1] < size:  # for several batches ahead, so that the sorting cost does not grow with their number
+            if ordered.shape[1] < size:  # several batches ahead, so that the sorting cost does not grow with their number
                 ordered = order(order_of[chains], n, max(size, min(2 * size, int(_ALMOST_ALL * n)) if look > 1 else 0))
             difference, is_current_finite, _ = comparison.differences(ordered[:, x.shape[1] : size], chains)
         x = torch.cat([x, known[chains, None] - scale[chains, None] * difference], 1)
@@ -141,14 +140,14 @@ def check_growth(growth: float) -> None:
 
 
 def full_data(comparison: Comparison, chains: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """D_i of all examples not yet seen, (chains, n - seen), and whether all l_i(theta) are finite, in chunks."""
+    """D_i of all examples not yet seen, (chains, n - seen), and whether all l_i(theta) are finite."""
     n = comparison.num_examples
-    pieces: list[slice] | list[Tensor] = [slice(i, min(i + CHUNK, n)) for i in range(0, n, CHUNK)]
+    indices: slice | Tensor = slice(0, n)
     if seen is not None and seen.shape[1] > 0:
         is_new = torch.ones(len(chains), n, dtype=torch.bool, device=seen.device).scatter_(1, seen, False)
-        pieces = list(torch.split(is_new.nonzero()[:, 1].view(len(chains), -1), CHUNK, 1))
-    parts = [comparison.differences(piece, chains) for piece in pieces]
-    return torch.cat([part[0] for part in parts], 1), functools.reduce(torch.logical_and, [part[1] for part in parts])
+        indices = is_new.nonzero()[:, 1].view(len(chains), -1)
+    values, is_current_finite, _ = comparison.differences(indices, chains)
+    return values, is_current_finite
 
 
 def look_sizes(first: int, growth: float, n: int) -> Iterator[int]:

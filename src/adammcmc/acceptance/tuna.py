@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,15 +47,17 @@ class Tuna(AcceptanceTest):
     work of a step grows with these, and with n only logarithmically.
 
     Args:
-        bound: on the losses, from `acceptance.bounds`, such as `last_layer_bound(features)` for the last layer of a network.
-        chi: more examples (chi L^2 of them) for a higher acceptance; the variance of the log ratio is about 1 / chi at most.
+        bound: on the losses, from `acceptance.bounds`, such as `last_layer_bound(features)` for the last layer of a
+            network.
+        chi: more examples (chi L^2 of them) for a higher acceptance; the variance of the log ratio is about 1 / chi at
+            most.
     """
 
     bound: Bound
     chi: float = 0.1
-    needs_examples: ClassVar[bool] = True
-    reads_device: ClassVar[bool] = True
-    carries_count: ClassVar[bool] = True
+    needs_examples = True
+    reads_device = True
+    carries_count = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.chi < float("inf"):
@@ -95,8 +97,8 @@ class Tuna(AcceptanceTest):
             is_proposed_finite[chains] = is_finite(y[chains])
         if bool(is_broken.any()) and not bool(violations.any()):
             warn(
-                "a loss changed by more than the bound of Tuna allows: the full data decided that step, and the chain is "
-                "no longer exact. Give a bound that holds.",
+                "a loss changed by more than the bound of Tuna allows: the full data decided that step, and the chain "
+                "is no longer exact. Give a bound that holds.",
             )
         verdict = metropolis(comparison, y, log_uniform, num)
         # (with chi = 0, an example at its bound gives -inf: no way back, although the loss is finite)

@@ -17,8 +17,8 @@ __all__ = ["Density"]
 class Density(Potential):
     """A differentiable log density of many chains at once, as a potential: U = -log_density.
 
-    `log_density` maps a tensor of shape (chains, dim), or a pytree of tensors (chains, ...), to (chains,). It returns -inf
-    outside the support, and must treat the chains independently.
+    `log_density` maps a tensor of shape (chains, dim), or a pytree of tensors (chains, ...), to (chains,). It returns
+    -inf outside the support, and must treat the chains independently.
     """
 
     scale = 1.0
