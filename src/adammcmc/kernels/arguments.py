@@ -56,7 +56,7 @@ def checked_one(name: str, value: Setting) -> Setting:
         return value
     if value.dim() > 1 or value.numel() == 0:
         raise ValueError(
-            f"`{name}` must be a number, or one number per chain, shape (chains,), got shape {tuple(value.shape)}."
+            f"`{name}` must be a number, or a tensor with one number per chain, (chains,), got shape {tuple(value.shape)}."
         )
     check_not_negative(name, value.tolist())
     return value.detach().double()
@@ -82,7 +82,7 @@ def check_noise(sigma: Settings, acceptance: AcceptanceTest) -> None:
     if acceptance.needs_noise and not all(bool((s > 0).all()) if isinstance(s, Tensor) else s > 0 for s in sigmas):
         raise ValueError(
             f"`sigma` must be positive, got {sigma}: without noise the proposal has no density to test. "
-            "sigma = 0 requires `acceptance=AlwaysAccept()`."
+            "sigma = 0 needs `acceptance=AlwaysAccept()`."
         )
 
 
@@ -133,7 +133,9 @@ def check_chains(kernel: Any, params: Any) -> None:
     leaf = flatten(params)[0][0]
     for name, value in chain_settings(kernel):
         if value.shape != leaf.shape[:1]:
-            raise ValueError(f"`{name}` has {len(value)} values for {leaf.shape[0]} chains: give one number, or one per chain.")
+            raise ValueError(
+                f"`{name}` has {len(value)} values, and there are {leaf.shape[0]} chains: give one number, or one each."
+            )
         if value.device != leaf.device:
             raise ValueError(f"`{name}` is on {value.device}, but the chains are on {leaf.device}: move it there.")
 

@@ -59,7 +59,7 @@ class ExactAdamMCMCKernel:
     def init(self, params: Any, potential: Potential) -> ChainState:
         if not potential.fixed:
             raise ValueError(
-                "the exact chain needs fixed_data=True: the full-data gradient is part of its target, which would "
+                "the exact chain needs fixed_data=True: the gradient of all data is part of its target, which would "
                 "change at each step with minibatches. For minibatches use `underdamped` or `mala` with FullData()."
             )
         check_chains(self, params)

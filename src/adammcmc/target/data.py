@@ -154,7 +154,7 @@ class TensorData(Indexed):
         self._leaves, self._structure = _pytree.tree_flatten(content)
         lengths = {len(x) if x.ndim > 0 else -1 for x in self._leaves}
         if -1 in lengths:
-            raise ValueError("the data hold a scalar in place of a tensor with one row for each example.")
+            raise ValueError("the data hold a number where a tensor with one row for each example is required.")
         if len(lengths) > 1:
             sizes = ", ".join(str(len(x)) for x in self._leaves)
             raise ValueError(f"the tensors of the data must have one length, one row for each example, got {sizes}.")
@@ -351,8 +351,8 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, num_data: int 
         return IterableData(loader, num_data or _length(dataset), stateful)
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         raise ValueError(
-            f"the DataLoader's {type(loader.batch_sampler).__name__} cannot be used, since the library defines the "
-            "order of batches. Pass the data set and a `batch_size`."
+            f"the DataLoader's {type(loader.batch_sampler).__name__} cannot be taken over, since the library defines "
+            "the order of batches. Pass the data set and a `batch_size`."
         )
     size = batch_size or loader.batch_size
     if loader.batch_sampler is None or size is None:
@@ -360,8 +360,8 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, num_data: int 
     chosen, total = _length(loader.sampler), _length(dataset)
     if chosen is not None and chosen != total:
         raise ValueError(
-            f"the DataLoader's {type(loader.sampler).__name__} selects {chosen} of {total} examples, but the library "
-            "serves the whole data set. Select them with torch.utils.data.Subset."
+            f"the DataLoader's {type(loader.sampler).__name__} chooses {chosen} of {total} examples, but the library "
+            "serves the whole data set. Choose them with torch.utils.data.Subset."
         )
     if not isinstance(loader.sampler, RandomSampler | SequentialSampler) or getattr(loader.sampler, "replacement", False):
         warn(

@@ -43,7 +43,7 @@ class Density(Potential):
                 raise TypeError(f"log_density must return a tensor, got {type(value).__name__}.")
             if value.shape != params[0].shape[:1]:
                 raise ValueError(
-                    f"log_density must return one number per chain, shape {tuple(params[0].shape[:1])}, "
+                    f"log_density must return one number for each chain, shape {tuple(params[0].shape[:1])}, "
                     f"got {tuple(value.shape)}. Sum over the coordinates: log_density maps (chains, dim) to (chains,)."
                 )
             grad: Leaves | None = None

@@ -371,7 +371,7 @@ class DataExamples:
         losses = self._loss(self._model, batch)
         if losses.dim() == 0:
             raise ValueError(
-                f"the acceptance test needs one loss for each example, but `{self._loss.name}` returns their mean. Let it "
+                f"the acceptance test needs one loss for each example, and `{self._loss.name}` returns their mean. Let it "
                 'take reduction="none", or return the per-example losses.'
             )
         return losses
