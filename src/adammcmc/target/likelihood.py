@@ -126,7 +126,7 @@ class GaussianNLL:
             if self.noise is None and outputs.shape == targets.shape:
                 hint = "For a network that returns means alone, give the noise: GaussianNLL(0.1)."
             raise ValueError(
-                f"the network predicts means of shape {tuple(mean.shape)}, but the targets have shape "
+                f"the network predicts means of shape {tuple(mean.shape)}, the targets have shape "
                 f"{tuple(targets.shape)}: they must be equal. {hint}"
             )
         variance = self.likelihood.variances(outputs)
