@@ -177,7 +177,7 @@ MUTANTS = [
     ),
     Mutant(
         "the reverse gradient is the forward one",
-        "kernels/corrected.py",
+        "kernels/langevin.py",
         "direction(grad, None, params)[0])",
         "update)",
         "tests/test_corrected.py",
@@ -639,21 +639,21 @@ MUTANTS = [
     ),
     Mutant(
         "the t-test stops too early",
-        "acceptance/sequential.py",
+        "acceptance/growing.py",
         "gap > student_quantile(self.eps, sample.size - 1) * sample.noise",
         "gap > student_quantile(self.eps, sample.size - 1) * sample.noise * 0.5",
         "tests/test_subsample.py",
     ),
     Mutant(
         "the range of D in place of that of n D",
-        "acceptance/confidence.py",
+        "acceptance/growing.py",
         "return 2 * n * comparison.inverse_temperature() * self",
         "return 2 * comparison.inverse_temperature() * self",
         "tests/test_subsample.py",
     ),
     Mutant(
         "the penalty left out",
-        "acceptance/penalty.py",
+        "acceptance/metropolis.py",
         "metropolis(comparison, y - s.square() / 2, log_uniform",
         "metropolis(comparison, y, log_uniform",
         "tests/test_subsample.py",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -40,10 +39,9 @@ SHAPES = [(1030,), (7, 3)]  # of sizes that no block divides
 
 
 @pytest.fixture
-def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samplers on the CPU use the one-pass kernels, as they do on a GPU."""
     monkeypatch.setattr(shell, "FUSED_DEVICES", {"cuda", "cpu"})
-    yield
 
 
 def on_chains(*values: float) -> torch.Tensor:

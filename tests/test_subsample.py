@@ -35,8 +35,8 @@ from adammcmc.acceptance import (
     beta_eff,
     logistic_bound,
 )
-from adammcmc.acceptance.correction import ATOMS, acceptance, correction
-from adammcmc.acceptance.sequential import student_quantile
+from adammcmc.acceptance.barker import ATOMS, acceptance, correction
+from adammcmc.acceptance.growing import student_quantile
 from adammcmc.acceptance.subsample import estimate, look_sizes
 from adammcmc.errors import PerExampleLossRequired
 from adammcmc.kernels import adam_mcmc

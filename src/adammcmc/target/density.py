@@ -17,8 +17,8 @@ __all__ = ["Density"]
 class Density(Potential):
     """A differentiable log density of many chains at once, as a potential: U = -log_density.
 
-    `log_density` maps a tensor of shape (chains, dim), or a pytree of tensors (chains, ...), to (chains,). It returns -inf
-    outside the support, and must treat the chains independently.
+    `log_density` maps a tensor of shape (chains, dim), or a pytree of tensors (chains, ...), to (chains,). It returns
+    -inf outside the support, and must treat the chains independently.
     """
 
     scale = 1.0
@@ -43,7 +43,7 @@ class Density(Potential):
                 raise TypeError(f"log_density must return a tensor, got {type(value).__name__}.")
             if value.shape != params[0].shape[:1]:
                 raise ValueError(
-                    f"log_density must return one number per chain, shape {tuple(params[0].shape[:1])}, "
+                    f"log_density must return one number for each chain, shape {tuple(params[0].shape[:1])}, "
                     f"got {tuple(value.shape)}. Sum over the coordinates: log_density maps (chains, dim) to (chains,)."
                 )
             grad: Leaves | None = None

@@ -2,9 +2,10 @@ r"""The target of a network, and the potential U by which a kernel sees any targ
 
     p(theta) ~ exp(-U(theta)),    U(theta) = lambda * sum_i l_i(theta) - log prior(theta)
 
-`inverse_temperature` = lambda multiplies the SUM of the losses over the data set of `num_data` = n examples; 1 is Bayes.
-A batch estimates U by lambda * n * (mean loss) - log prior. Gradients are taken of V = U / (lambda n), the mean loss
-minus log prior / (lambda n), so that Adam's moments have their usual units. In a `Density`, lambda = n = 1 and V = U.
+`inverse_temperature` = lambda multiplies the SUM of the losses over the data set of `num_data` = n examples; 1 is
+Bayes. A batch estimates U by lambda * n * (mean loss) - log prior. Gradients are taken of V = U / (lambda n), the mean
+loss minus log prior / (lambda n), so that Adam's moments have their usual units. In a `Density`, lambda = n = 1 and
+V = U.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ __all__ = ["Gaussian", "Prior", "UniformBall", "UniformBox"]
 
 
 class Prior(ABC):
-    """A prior on the weights. A subclass defines `log_density`; the gradient follows by autograd unless it defines `grad`.
+    """A prior on the weights. A subclass defines `log_density`; the gradient is by autograd unless it defines `grad`.
 
     Example:
         >>> class Laplace(Prior):
@@ -134,8 +134,8 @@ class Gaussian(Prior):
         is_reordered = set(identities) == {id(p) for p in params} and identities != tuple(id(p) for p in params)
         if is_reordered or shapes != tuple(p.shape for p in params):
             raise ValueError(
-                "the Gaussian prior was built for the trainable tensors of a model, in the model's order; the sampler's "
-                "tensors or their order differ. Give the scales as a tuple in the order of the sampler's groups."
+                "the Gaussian prior was built for the trainable tensors of a model, in the model's order; the sampler has "
+                "other tensors or another order. Give the scales as a tuple in the order of the sampler's groups."
             )
 
     def log_density(self, params: Sequence[Tensor]) -> Tensor:

@@ -10,8 +10,8 @@ __all__ = ["Sums", "sums"]
 class Sums:
     """Turns what this process has summed into the total.
 
-    One process holds all examples and all parameters, so every method adds nothing. If either is ever split over devices,
-    the reduction belongs here and nowhere else.
+    One process holds all examples and all parameters, so every method adds nothing. If either is ever split over
+    devices, the reduction belongs here and nowhere else.
     """
 
     def over_examples(self, partial: Tensor) -> Tensor:
