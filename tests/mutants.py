@@ -192,14 +192,14 @@ MUTANTS = [
     Mutant(
         "another dropout mask on the other side",
         "samplers/layers.py",
-        "        _set_random_state(self._numbers, self._device)\n",
+        "    set_random_state(states, device)\n",
         "",
         "tests/test_layers.py",
     ),
     Mutant(
         "buffers not put back on rejection",
         "samplers/layers.py",
-        "            if not bool(is_accepted):\n                self._put_back()\n",
+        "            if not bool(is_accepted):\n                self.abort()\n",
         "            pass\n",
         "tests/test_layers.py",
     ),
@@ -213,7 +213,7 @@ MUTANTS = [
     Mutant(
         "the statistics of a draw left in the chain",
         "samplers/layers.py",
-        "                        _buffer(moving).copy_(value)\n",
+        "                        buffer(moving).copy_(value)\n",
         "                        pass\n",
         "tests/test_layers.py",
     ),

@@ -249,7 +249,7 @@ def test_check_closure_names_the_layers() -> None:
     assert report.batch_layers == ["'1' (BatchNorm1d)"]
     assert "'1' (BatchNorm1d).running_mean" in report.moved_buffers
     assert same(before, everything(model))
-    for words in ("differ", "'3' (Dropout)", "use statistics of the batch", "moved by a call"):
+    for words in ("differ", "'3' (Dropout)", "use batch statistics", "changed by a call"):
         assert words in str(report)
     model.eval()
     report = check_closure(lambda: F.cross_entropy(model(X), Y))

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from adammcmc.samplers.exact import Underdamped as Underdamped
     from adammcmc.samplers.health import Finding as Finding
     from adammcmc.samplers.health import Health as Health
-    from adammcmc.samplers.layers import ClosureReport as ClosureReport
-    from adammcmc.samplers.layers import check_closure as check_closure
+    from adammcmc.samplers.modules import ClosureReport as ClosureReport
+    from adammcmc.samplers.modules import check_closure as check_closure
     from adammcmc.samplers.optimizer import AdamMCMC as AdamMCMC
     from adammcmc.samplers.optimizer import AsReleased as AsReleased
     from adammcmc.samplers.optimizer import OptimizerMCMC as OptimizerMCMC
@@ -106,7 +106,7 @@ _HOMES = {
     "samplers.density": "sample_density warm_up",
     "samplers.exact": "MALA ExactAdamMCMC Underdamped",
     "samplers.health": "Finding Health",
-    "samplers.layers": "ClosureReport check_closure",
+    "samplers.modules": "ClosureReport check_closure",
     "samplers.optimizer": "AdamMCMC AsReleased OptimizerMCMC",
     "samplers.sampler": "Sampler",
     "samplers.two_sided": "TwoSided two_sided",
