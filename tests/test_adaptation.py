@@ -113,7 +113,7 @@ def test_chains_that_stand_still_are_named(num_frozen: int) -> None:
     if num_frozen == 0:
         adaptation.warn()  # of nothing: warnings are errors here
         return
-    named = {2: "2 of 100 chains stand still at the end of burn-in: 10, 11. Their", 12: "18, 19 and 2 more. Their"}[num_frozen]
+    named = {2: "2 of 100 chains do not move at the end of burn-in: 10, 11. Their", 12: "18, 19 and 2 more. Their"}[num_frozen]
     with pytest.warns(UserWarning, match=named):
         adaptation.warn()
     again = Adaptation(BurnIn(num_steps=60), target=0.85, num_params=10)
@@ -135,7 +135,7 @@ def test_overdispersed_starts_that_freeze_are_named(through: str) -> None:
             steep, initial, kernels.underdamped(0.05), num_steps=152, burn_in=150, tune=BurnIn(), progress=False
         ),
     }[through]
-    with pytest.warns(UserWarning, match="1 of 20 chains stand still at the end of burn-in: 19"):
+    with pytest.warns(UserWarning, match="1 of 20 chains do not move at the end of burn-in: 19"):
         run()
 
 
@@ -219,7 +219,7 @@ def test_a_proposal_below_the_target_is_refused() -> None:
 def test_a_test_that_takes_everything_has_nothing_to_tune_to() -> None:
     with pytest.raises(ValueError, match="there is nothing to adapt to"):
         underdamped(network(), step_size=None, acceptance=AlwaysAccept())
-    with pytest.raises(ValueError, match="takes every step, however long"):
+    with pytest.raises(ValueError, match="accepts every step, however long"):
         warm_up(gaussian, torch.zeros(4, 2), kernels.underdamped(0.1, acceptance=AlwaysAccept()), progress=False)
     model = network()
     sampler = underdamped(model, fixed_data=True, burn_in=60)

@@ -219,7 +219,7 @@ def test_algorithm_1_is_found_to_be_biased() -> None:
     biased._monitor = None  # its transient is over
     health = run(biased, lambda: 0.0 * p.sum(), 4000)
     assert "biased" in kinds(health), health.verdict
-    assert "samples another distribution" in health.verdict
+    assert "samples a distribution other than its target" in health.verdict
     assert 0.3 < health.acceptance < 0.7
     q = free(100)
     exact = MALA([q], 0.25, num_data=1, prior=Gaussian(), fixed_data=True, generator=seeded())
@@ -261,7 +261,7 @@ def test_one_layer_at_another_temperature_is_named() -> None:
         monitor.add_products(torch.tensor([40.0, 4000.0]) * (torch.tensor([1.3, 1.0]) + 0.1 * point))
     (finding,) = monitor.read(**{**CONTEXT, "is_exact": False}).findings
     assert finding.kind == "temperature"
-    assert finding.says.startswith("layers at another temperature than the target: stiff 1.3")
+    assert finding.says.startswith("layers at a temperature other than the target's: stiff 1.3")
     assert "soft" not in finding.says
     assert kinds(monitor.read(**CONTEXT)) == ["cannot tell"], "an exact chain has not mixed"
 

@@ -212,7 +212,7 @@ def test_a_frozen_chain_of_a_stack_is_stuck() -> None:
     starts = [{"w": torch.full((3,), at)} for at in (*[0.5] * 5, 300.0, *[-0.5] * 6)]
     options: dict[str, Any] = {"num_draws": 10, "gap": 10, "progress": False, "stacked": True, "num_chains": 12}
     data = torch.zeros(4, 1), torch.zeros(4)
-    with pytest.warns(UserWarning, match=r"1 of 12 chains stand still at the end of burn-in: 5\. Their acceptance is below"):
+    with pytest.warns(UserWarning, match=r"1 of 12 chains do not move at the end of burn-in: 5\. Their acceptance is below"):
         posterior = sample(
             Steep(), data, lambda out, _: out, sampler=partial(Underdamped, step_size=0.01, prior=Gaussian()),
             burn_in=BurnIn(num_steps=200), initial=starts, **options,

@@ -6,15 +6,17 @@ Each self-test applies only under its own conditions.
   not to `Barker`.
 - *Configurational temperature*: E[theta . grad U] / P = 1. Applies to a proper prior whose edge is not met. Layers
   whose length a BatchNorm cancels are left out.
-- *Noise of the log ratio*: a plain minibatch test with noise s samples at about beta_eff(s) times the inverse temperature,
-  beta_eff = 2 w / (1/2 + w), w = exp(s^2 / 2) Phi(-s).
+- *Noise of the log ratio*: a plain minibatch test with noise s samples at about beta_eff(s) times the inverse
+  temperature, beta_eff = 2 w / (1/2 + w), w = exp(s^2 / 2) Phi(-s).
 - *Loss influence*: the standard deviation of lambda * (change of the loss) is not far below 1.
-- *Divergence*: a temperature above 10 or below -10 (100 for an exact chain) that does not recover, or, for an approximate
-  kernel, U above its start by more than 5 P + 50; a chain that leaves an optimum climbs by P / 2. Below zero the weights run
-  away downhill: U has no lower bound. This test needs no effective draws, and it precedes all others.
+- *Divergence*: a temperature above 10 or below -10 (100 for an exact chain) that does not recover, or, for an
+  approximate kernel, U above its start by more than 5 P + 50; a chain that leaves an optimum climbs by P / 2. Below
+  zero the weights run away downhill: U has no lower bound. This test needs no effective draws, and it precedes all
+  others.
 
-Standard errors come from batch means: the run in up to 64 batches of equal length. A number whose batches are still correlated
-has not settled and is not judged. Effective draws of U agree with `diagnostics.ess_bulk`, from the means of up to 512 batches.
+Standard errors come from batch means: the run in up to 64 batches of equal length. A number whose batches are still
+correlated has not settled and is not judged. Effective draws of U agree with `diagnostics.ess_bulk`, from the means of
+up to 512 batches.
 """
 
 from __future__ import annotations
@@ -32,18 +34,7 @@ from adammcmc.acceptance import beta_eff
 from adammcmc.samplers.diagnostics import ess_bulk
 from adammcmc.samplers.sums import BLOCK, PENDING, SERIES, RunningSums
 
-__all__ = [
-    "GRAVITY",
-    "PENDING",
-    "Finding",
-    "Grade",
-    "Health",
-    "Monitor",
-    "beta_eff",
-    "grade_of",
-    "read_health",
-    "split_sums",
-]
+__all__ = ["GRAVITY", "PENDING", "Finding", "Grade", "Health", "Monitor", "beta_eff", "grade_of", "read_health", "split_sums"]
 
 Grade = Literal["sound", "undecided", "sick"]
 _SICK = (
@@ -67,8 +58,8 @@ class Finding(NamedTuple):
     """The result of one self-test."""
 
     kind: str
-    """A short name: "diverged", "no posterior", "adapting", "burn-in", "stuck", "no influence", "too hot", "unknown noise",
-    "not at rest", "biased", "temperature", "untested", "cannot tell"."""
+    """A short name: "diverged", "no posterior", "adapting", "burn-in", "stuck", "no influence", "too hot",
+    "unknown noise", "not at rest", "biased", "temperature", "untested", "cannot tell"."""
     says: str
 
 
@@ -93,7 +84,7 @@ class Health:
     temperatures: dict[str, float]
     """The same by layer."""
     loss_influence: float
-    """Standard deviation of lambda times the change of the summed loss over a proposal; NaN where no test evaluates it."""
+    """Standard deviation of lambda times the change of the summed loss over a proposal; NaN if never evaluated."""
     noise: float
     """Root mean square noise s of the log ratio; 0 where it is exact, NaN where it is unknown."""
     beta_eff: float
@@ -121,9 +112,10 @@ class Health:
             return "; ".join(finding.says for finding in self.findings)
         acceptance = f"acceptance {self.acceptance:.2f}"
         if math.isnan(self.effective_draws):
-            known = f"{acceptance}, {self.num_steps} steps"
-            return f"no complaint, as far as can be judged: {known}; U was only estimated, so convergence was not judged"
-        return f"no complaint: {acceptance}, about {self.effective_draws:.0f} effective draws of U in {self.num_steps} steps"
+            why = "U was only estimated, so convergence was not judged"
+            return f"no complaint, as far as can be judged: {acceptance}, {self.num_steps} steps; {why}"
+        draws = f"about {self.effective_draws:.0f} effective draws of U in {self.num_steps} steps"
+        return f"no complaint: {acceptance}, {draws}"
 
     def __str__(self) -> str:
         return f"health: {self.verdict}."
@@ -196,7 +188,7 @@ def split_sums(state: dict[str, Any], sums: dict[str, Any] | None, num_chains: i
     return [one.state_dict() for one in monitor.chains()]
 
 
-# --- the numbers ------------------------------------------------------------------------------------------------------------
+# --- the numbers ----------------------------------------------------------------------------------------------------
 
 
 class _Mean(NamedTuple):
@@ -230,8 +222,8 @@ def _halves(batches: Tensor) -> tuple[_Mean, _Mean]:
 def _effective_draws(trace: Tensor, length: int, variance: float) -> float:
     """`diagnostics.ess_bulk` of a series of this variance, from its means over batches of this length.
 
-    The mean of the run has the variance (variance of the batches) / ess(batches). Batches longer than the memory of the chain
-    fluctuate less than the series, and each is worth several draws.
+    The mean of the run has the variance (variance of the batches) / ess(batches). Batches longer than the memory of the
+    chain fluctuate less than the series, and each is worth several draws.
     """
     between = float(trace.var(correction=0)) if len(trace) >= 4 else 0.0
     if not 0 < between < math.inf:
@@ -268,8 +260,8 @@ class _Run:
     def _set_trend(self) -> None:
         """The change of U from the first third of the run to the last.
 
-        It is real beyond 4 standard errors and half a standard deviation of U, or sqrt(P / 2) where U is only estimated. With
-        few effective draws a standard error means little: then 1.5 standard deviations are required.
+        It is real beyond 4 standard errors and half a standard deviation of U, or sqrt(P / 2) where U is only
+        estimated. With few effective draws a standard error means little: then 1.5 standard deviations are required.
         """
         trace, length = self.sums.trace.means(), self.sums.trace.per_batch * BLOCK
         third = len(trace) // 3
@@ -287,7 +279,8 @@ class _Run:
         size = f"{abs(self.change):.3g}"
         if self.context.knows_potential:
             size += f" ({abs(self.change) / self.spread:.1f} standard deviations)"
-        return f"U is still {'falling' if self.change < 0 else 'rising'}: by {size} from the first third of the run to the last"
+        word = "falling" if self.change < 0 else "rising"
+        return f"U is still {word}: by {size} from the first third of the run to the last"
 
     def _set_temperatures(self) -> None:
         """theta . grad U / P, of each layer where it is valid and, under the empty name, of all of them."""
@@ -334,8 +327,8 @@ class _Run:
     def divergence(self) -> str | None:
         """The evidence of a runaway, in words. It needs no effective draws and no finite sums.
 
-        A chain that is still descending in U from a bad start has not diverged. Noise of the test explains part of a high
-        temperature and of a high U.
+        A chain that is still descending in U from a bad start has not diverged. Noise of the test explains part of a
+        high temperature and of a high U.
         """
         potential = self.column["potential"]
         late = potential[-max(1, len(potential) // 4) :]
@@ -353,27 +346,31 @@ class _Run:
             level, square = (start.cpu() / BLOCK).tolist()
             rise, noise = float(late.mean()) - level, math.sqrt(max(0.0, square - level**2))
             if rise > (5 * size + 50) * heat + 2 * noise:
-                found.append(f"U is {rise:.3g} above its start, of which its {size:,} weights explain about {size / 2:.3g}")
+                explained = f"of which its {size:,} weights explain about {size / 2:.3g}"
+                found.append(f"U is {rise:.3g} above its start, {explained}")
         return " and ".join(found) or None
 
 
-# --- the findings -----------------------------------------------------------------------------------------------------------
+# --- the findings ---------------------------------------------------------------------------------------------------
 
 
 def _judge(run: _Run) -> tuple[Finding, ...]:
     """All findings, in order. To add one, add it here; a new kind also needs its place in `_SICK` or `_UNDECIDED`."""
     context = run.context
     found = [
-        None if context.has_proper_prior else Finding("no posterior", _NO_POSTERIOR),
+        Finding("no posterior", _NO_POSTERIOR) if not context.has_proper_prior else None,
         *(Finding("biased", f"not exact: {complaint}") for complaint in context.complaints),
-        Finding("adapting", "the settings are still adapting: these are not draws yet") if context.is_adapting else None,
+        Finding("adapting", _ADAPTING) if context.is_adapting else None,
     ]
-    if (decisive := _diverged(run) or _stuck(run) or _few_steps(run)) is not None:
+    if (decisive := _diverged(run) or _stuck(run)) is not None:
         found.append(decisive)
+    elif run.sums.num_steps < _ENOUGH_STEPS:
+        found.append(_cannot_tell(f"{run.sums.num_steps} of at least {_ENOUGH_STEPS} steps"))
     else:
         found += [_no_influence(run), _too_hot(run), _not_at_rest(run), _convergence(run)]
         if not any(found):
-            found.append(_far_off(run) or _untested(run))
+            is_far_off = abs(run.temperature.value) > _FAR_TOO_HOT
+            found.append(_not_mixed(run.temperature.value) if is_far_off else _untested(run))
         if context.coarse is not None:  # the self-tests compare values of U, and detect no bias below its resolution
             found.append(Finding("untested", f"untested: {context.coarse}"))
     is_settled = context.knows_potential and run.draws >= _ENOUGH_DRAWS and not run.is_moving and run.divergence is None
@@ -383,8 +380,7 @@ def _judge(run: _Run) -> tuple[Finding, ...]:
 
 
 _NO_POSTERIOR = "the prior is flat and improper, so there is no posterior to sample: set `prior`"
-
-
+_ADAPTING = "the settings are still adapting: these are not draws yet"
 _DOWNHILL = "; below zero the weights run away downhill, as when a loss with the wrong sign has no lower bound"
 
 
@@ -425,26 +421,22 @@ def _stuck(run: _Run) -> Finding | None:
     return Finding("stuck", f"stuck: {run.mean['accepted']:.1%} of the proposals were accepted; {why}")
 
 
-def _few_steps(run: _Run) -> Finding | None:
-    steps = run.sums.num_steps
-    return _cannot_tell(f"{steps} of at least {_ENOUGH_STEPS} steps") if steps < _ENOUGH_STEPS else None
-
-
 def _no_influence(run: _Run) -> Finding | None:
     if not run.influence < 0.05:  # also NaN: a test that never evaluates the loss
         return None
     hint = "the steps may be far too short (acceptance is nearly 1), or check " if run.mean["rate"] > 0.97 else "check "
     return Finding(
         "no influence",
-        f"the loss has no influence: lambda times its change over a proposal has a standard deviation of {run.influence:.2g}; "
-        f"{hint}num_data, inverse_temperature, and whether the loss is a mean",
+        "the loss has no influence: lambda times its change over a proposal has a standard deviation of "
+        f"{run.influence:.2g}; {hint}num_data, inverse_temperature, and whether the loss is a mean",
     )
 
 
 def _too_hot(run: _Run) -> Finding | None:
     if run.beta < 0.9:
-        says = f"too hot, by a factor of about {1 / run.beta:.3g} in temperature: the log ratio, estimated on minibatches, has "
-        return Finding("too hot", f"{says}noise s = {run.noise:.3g}. Use larger batches, FullData(), or a smaller step")
+        why = f"the log ratio, estimated on minibatches, has noise s = {run.noise:.3g}"
+        says = f"too hot, by a factor of about {1 / run.beta:.3g} in temperature: {why}. "
+        return Finding("too hot", f"{says}Use larger batches, FullData(), or a smaller step")
     if math.isnan(run.beta) and run.is_known and run.context.is_metropolis:
         says = "the noise of the minibatch test is unknown, and the chain is likely too hot: return per-example losses "
         return Finding("unknown noise", f'{says}(reduction="none") to measure it')
@@ -463,8 +455,8 @@ def _not_at_rest(run: _Run) -> Finding | None:
     is_steady = abs(first.value - second.value) < 4 * math.hypot(first.error, second.error)
     numbers = f"acceptance {run.mean['rate']:.3f} is not 2 P(Y > 0) = {2 * run.mean['rise']:.3f}"
     if is_lasting and is_steady and not run.context.is_exact:
-        return Finding("biased", f"{numbers}: the chain samples another distribution than its target")
-    return Finding("not at rest", f"{numbers}: the chain is not in equilibrium, or its closure is not what it claims to be")
+        return Finding("biased", f"{numbers}: the chain samples a distribution other than its target")
+    return Finding("not at rest", f"{numbers}: the chain is not in equilibrium, or its closure is not a fixed function")
 
 
 def _convergence(run: _Run) -> Finding | None:
@@ -504,13 +496,9 @@ def _temperature(run: _Run) -> Finding | None:
     if run.context.is_exact:
         return _not_mixed(words)
     if "" not in off:
-        return Finding("temperature", f"layers at another temperature than the target: {words}")
+        return Finding("temperature", f"layers at a temperature other than the target's: {words}")
     word = "colder" if run.temperature.value < 1 else "hotter"
     return Finding("temperature", f"{word} than the target: configurational temperature {words}")
-
-
-def _far_off(run: _Run) -> Finding | None:
-    return _not_mixed(run.temperature.value) if abs(run.temperature.value) > _FAR_TOO_HOT else None
 
 
 def _untested(run: _Run) -> Finding | None:

@@ -3,9 +3,9 @@
 A Metropolis step evaluates one loss at two points. Both must be the same function of the weights, so
 
 - *dropout* (any use of torch's random numbers) gets the same numbers in all evaluations of a step, hence the same mask;
-- *BatchNorm* in training mode follows a stated policy. `"batch"`: batch statistics; its running buffers, like any buffer
-  that a forward changes, change once on acceptance and are restored bit for bit on rejection. `"frozen"`: the layer
-  uses its running statistics, which do not change.
+- *BatchNorm* in training mode follows a stated policy. `"batch"`: batch statistics; its running buffers, like any
+  buffer that a forward changes, change once on acceptance and are restored bit for bit on rejection. `"frozen"`: the
+  layer uses its running statistics, which do not change.
 
 Running averages lag behind the weights. With fixed data a draw does not use them: its buffers are the statistics of the
 data at the draw's own weights (`Layers.statistics`), so that in evaluation mode it is the function that was sampled. On
@@ -40,12 +40,8 @@ _FEW = 1 << 20  # numbers in buffers that are cheap to copy
 class GraphNumbers:
     """torch's random numbers in the evaluations of a captured step: the same in all of them, new ones at each replay.
 
-    Each evaluation has its own generator, a copy of the device's, and all are set to that one's state before a replay.
-
-    Args:
-        graph: in which they will be captured.
-        device: of the numbers.
-        count: evaluations in a step.
+    Each of the `count` evaluations has its own generator, a copy of the device's, set to that one's state before a
+    replay.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device, count: int) -> None:
@@ -95,13 +91,10 @@ def _same_numbers(states: list[Tensor], device: torch.device) -> Iterator[None]:
 
 
 class Statistics:
-    """Mean and variance of each BatchNorm layer's input at one point, pooled over the batches that are evaluated inside.
+    """Mean and variance of each BatchNorm layer's input at one point, pooled over the batches evaluated inside.
 
-    With momentum 1 a forward leaves the statistics of its own batch in the running buffers, also under vmap. torch divides
-    the variance there by n - 1, where the forward itself divides by n: a hook counts the n values in a channel.
-
-    Args:
-        norms: the layers.
+    With momentum 1 a forward leaves the statistics of its own batch in the running buffers, also under vmap. torch
+    divides the variance there by n - 1, where the forward itself divides by n: a hook counts the n values in a channel.
     """
 
     def __init__(self, norms: Sequence[_BatchNorm]) -> None:
@@ -154,12 +147,7 @@ class Statistics:
 
 
 class Layers:
-    """The layers with state in a sampler's closure, through its steps.
-
-    Args:
-        policy: of BatchNorm in training mode.
-        device: of the model; its random numbers are replayed as well.
-    """
+    """The layers with state in a sampler's closure, through its steps. `policy`: of BatchNorm in training mode."""
 
     def __init__(self, policy: BatchNormPolicy, device: torch.device) -> None:
         if policy not in ("batch", "frozen"):
@@ -195,8 +183,6 @@ class Layers:
     def draws_on_host(self) -> bool:
         """Whether the loss uses random numbers of the CPU, which no graph can replay."""
         return self._seen.draws_on_host
-
-    # --- a step -----------------------------------------------------------------------------------------------------------
 
     def graph_numbers(self, graph: torch.cuda.CUDAGraph, most: int = 0) -> GraphNumbers:
         """The random numbers of a step like the last one, for capture. `most`: evaluations at least."""
@@ -277,8 +263,8 @@ class Layers:
             count = getattr(module, "num_batches_tracked", None)
             if count is None or int(count) == 0:
                 raise ValueError(
-                    f"batch_norm='frozen', but {name} has no running statistics yet. Train first (or run a few batches in "
-                    "training mode), or use batch_norm='batch'."
+                    f"batch_norm='frozen', but {name} has no running statistics yet. Train first (or run a few batches "
+                    "in training mode), or use batch_norm='batch'."
                 )
         self._seen = seen
         self._meet(seen.modules)
@@ -296,7 +282,7 @@ class Layers:
             self.padding = padding_rows(self._called)
 
     def graph_key(self) -> tuple[Any, ...]:
-        """What a CUDA graph holds of the layers: their modes, a caller's autocast, and the addresses of their buffers."""
+        """What a CUDA graph holds of the layers: their modes, a caller's autocast, the addresses of their buffers."""
         if not self._seen.is_complete:
             return ()
         modes = tuple(module.training for module in self._seen.modules)
@@ -332,8 +318,6 @@ class Layers:
         for key, before in zip(self._moving, self._backup, strict=True):
             buffer(key).copy_(before)
 
-    # --- a draw -----------------------------------------------------------------------------------------------------------
-
     @property
     def has_statistics(self) -> bool:
         """Whether there are layers whose statistics are recomputed for a draw."""
@@ -341,7 +325,7 @@ class Layers:
 
     @contextmanager
     def statistics(self) -> Iterator[Statistics]:
-        """Evaluations inside collect the statistics of a draw, in the modes of the chain; no random number is consumed."""
+        """Evaluations inside collect the statistics of a draw, in the chain's modes; they consume no random number."""
         found = Statistics(self._seen.kept_norms())
         modes = [(module, module.training) for module in self._seen.modules]
         numbers = random_state(self._device)
@@ -356,7 +340,7 @@ class Layers:
             set_random_state(numbers, self._device)
 
     def fresh_statistics(self, evaluations: Sequence[Callable[[], object]]) -> dict[int, Tensor]:
-        """The running buffers of a draw at the present weights, by the identity of the buffer; the chain keeps its own."""
+        """The running buffers of a draw at the present weights, by the identity of the chain's own, which stay."""
         if not self.has_statistics:
             return {}
         before = [buffer(key).detach().clone() for key in self._moving]
@@ -371,8 +355,6 @@ class Layers:
                     for moving, value in zip(self._moving, before, strict=True):
                         buffer(moving).copy_(value)
         return {id(buffer(key)): value for key, value in found.values().items()}
-
-    # --- in words ---------------------------------------------------------------------------------------------------------
 
     def at_fault(self) -> str:
         """The layers that make two calls differ, by name; empty if there are none."""
@@ -412,8 +394,6 @@ class Layers:
         norms, pairs = set(self._seen.batch_norms()), itertools.pairwise(self._seen.modules)
         return {id(p) for module, after in pairs if after in norms for p in module._parameters.values() if p is not None}
 
-    # --- per-example losses -----------------------------------------------------------------------------------------------
-
     def example_losses(self, evaluate: Callable[[slice | Tensor], Tensor], indices: slice | Tensor) -> Tensor:
         """Per-example losses, which exist only if no layer uses the batch or draws random numbers."""
         if self._is_captured:  # checked in the steps before
@@ -427,19 +407,19 @@ class Layers:
         if layers := seen.names(seen.batch_norms()):
             raise PerExampleLossRequired(
                 f"there are no per-example losses: {', '.join(layers)} uses the statistics of its batch. Set "
-                "batch_norm='frozen' in the sampler, or call model.eval(). In `sample` you can also leave out the batch "
-                "size: on all data, batch statistics are exact."
+                "batch_norm='frozen' in the sampler, or call model.eval(). In `sample` you can also leave out the "
+                "batch size: on all data, batch statistics are exact."
             )
         layers = seen.names(seen.dropouts())
         if layers or seen.draws_numbers:
             raise StochasticClosure(
-                "the acceptance test stores per-example losses, so they must be a function of the weights alone, but the "
-                f"loss draws random numbers{': ' + ', '.join(layers) if layers else ''}. Call model.eval()."
+                "the acceptance test stores per-example losses, so they must be a function of the weights alone, but "
+                f"the loss draws random numbers{': ' + ', '.join(layers) if layers else ''}. Call model.eval()."
             )
         if halves is not None and not torch.allclose(losses, halves, rtol=1e-3, atol=1e-5, equal_nan=True):
             raise PerExampleLossRequired(
-                "the loss of an example depends on the other examples in its batch (batch statistics?): the losses of a "
-                "chunk differ from those of its halves."
+                "the loss of an example depends on the other examples in its batch (batch statistics?): the losses of "
+                "a chunk differ from those of its halves."
             )
         return losses
 

@@ -51,7 +51,7 @@ class Seen:
         return [f"'{paths[m]}' ({_kind(m)})" if paths.get(m) else _kind(m) for m in modules]
 
     def moved(self) -> list[BufferKey]:
-        """The buffers that have changed. Reads values (and waits for the device): BatchNorm leaves version counters alone."""
+        """The buffers that have changed, by their values: BatchNorm leaves version counters alone."""
         return [key for key, before in self.buffers.items() if not is_equal(buffer(key), before)]
 
     def put_back(self) -> None:
@@ -74,7 +74,7 @@ class Seen:
 
     def lost_norms(self, num_micro_batches: int) -> list[nn.Module]:
         """The layers that normalise differently in evaluation mode, whatever their buffers hold."""
-        kept = {m for m in self.kept_norms() if self.calls.get(m, 0) <= num_micro_batches}  # one call, one pair of statistics
+        kept = {m for m in self.kept_norms() if self.calls.get(m, 0) <= num_micro_batches}  # one call, one pair
         instances = [m for m, training in self.modules.items() if training and isinstance(m, _InstanceNorm)]
         return [m for m in self.batch_norms() if m not in kept] + [m for m in instances if m.running_mean is not None]
 

@@ -1,7 +1,8 @@
 """Running sums of a sampler's steps, on the device: the numbers that `health` judges.
 
-Each series is summed in stretches of equal length, up to 64 of them (512 for the trace of U); when all are full, neighbours are
-merged. Memory and the cost of a step do not grow with the run, and adding a step never waits for the device.
+Each series is summed in stretches of equal length, up to 64 of them (512 for the trace of U); when all are full,
+neighbours are merged. Memory and the cost of a step do not grow with the run, and adding a step never waits for the
+device.
 """
 
 from __future__ import annotations
