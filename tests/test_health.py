@@ -72,7 +72,7 @@ def test_the_temperature_is_that_of_the_target() -> None:
     p, q = free(60), free(30, 3.0)
     prior = Gaussian((1.0, 3.0))
     sampler = MALA([p, q], 0.05, num_data=1, prior=prior, fixed_data=True, generator=seeded())
-    health = run(sampler, lambda: 0.0 * (p.sum() + q.sum()), 6000)
+    health = run(sampler, lambda: 0.0 * (p.sum() + q.sum()), 4000)
     assert abs(health.temperature - 1) < 0.06
     assert "temperature" not in kinds(health)
 
@@ -142,14 +142,14 @@ def test_a_minibatch_test_is_too_hot_and_by_how_much() -> None:
     p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     sampler = AdamMCMC([p], lr=0.0, num_data=2000, sigma=0.03, prior=Gaussian(100.0), generator=seeded())
     draws = []
-    for _ in range(6000):
+    for _ in range(3500):
         rows = torch.randint(2000, (50,), generator=generator)
         sampler.step(lambda: 0.5 * (p - centres[rows]) ** 2)  # noqa: B023
         draws.append(float(p.detach()))
     health = sampler.health()
     assert "too hot" in kinds(health)
     assert health.noise > 2
-    variance = torch.tensor(draws[1000:]).var() * 2000  # 1 at the right temperature
+    variance = torch.tensor(draws[500:]).var() * 2000  # 1 at the right temperature
     assert 0.6 < float(variance) * health.beta_eff < 1.6
     assert "biased" not in kinds(health), "the identity is not valid for an estimated ratio"
 
@@ -215,15 +215,15 @@ def test_algorithm_1_is_found_to_be_biased() -> None:
     biased = AdamMCMC(
         [p], lr=0.35 * sigma, num_data=1, sigma=sigma, sigma_along=3.0, prior=Gaussian(), fixed_data=True, generator=seeded()
     )
-    run(biased, lambda: 0.0 * p.sum(), 1500)
+    run(biased, lambda: 0.0 * p.sum(), 1000)
     biased._monitor = None  # its transient is over
-    health = run(biased, lambda: 0.0 * p.sum(), 4000)
+    health = run(biased, lambda: 0.0 * p.sum(), 2000)
     assert "biased" in kinds(health), health.verdict
     assert "samples a distribution other than its target" in health.verdict
     assert 0.3 < health.acceptance < 0.7
     q = free(100)
     exact = MALA([q], 0.25, num_data=1, prior=Gaussian(), fixed_data=True, generator=seeded())
-    assert kinds(run(exact, lambda: 0.0 * q.sum(), 4000)) == ["no influence"], "which is true: there is no loss"
+    assert kinds(run(exact, lambda: 0.0 * q.sum(), 2000)) == ["no influence"], "which is true: there is no loss"
 
 
 def test_a_chain_on_its_way_is_not_at_rest() -> None:
