@@ -463,7 +463,7 @@ MUTANTS = [
         "tests/test_onepass.py",
     ),
     Mutant(
-        "the say of the loss forgotten where the test looks elsewhere",
+        "the influence of the loss is lost for tests on other examples",
         "samplers/sums.py",
         "change = torch.where(change.isnan(), infos.log_q_ratio - infos.log_ratio, change)",
         "change = torch.where(change.isnan(), 0.0, change)",

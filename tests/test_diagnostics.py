@@ -127,7 +127,7 @@ def test_what_is_no_chain_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("chains", "draws", "memory"), [(4, 400, 0.0), (4, 1000, 0.9), (32, 1000, 0.9), (8, 500, 0.5)])
-def test_what_chance_makes_of_rhat_also_where_draws_are_correlated(chains: int, draws: int, memory: float) -> None:
+def test_rhat_by_chance_holds_also_for_correlated_draws(chains: int, draws: int, memory: float) -> None:
     """Stationary AR(1) chains agree: no more than about 5% of them may exceed the limit."""
     generator = torch.Generator().manual_seed(chains)
     noise = torch.randn(chains, draws, 200, dtype=torch.float64, generator=generator)
