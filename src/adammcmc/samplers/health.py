@@ -123,31 +123,18 @@ class Health:
 
 @dataclass(frozen=True)
 class Context:
-    """The facts that decide which self-tests apply.
+    """The facts that decide which self-tests apply."""
 
-    Args:
-        is_exact: whether the kernel claims to be exact, which decides how a failed self-test is worded.
-        knows_potential: whether U was evaluated on all data; otherwise it is mostly batch noise.
-        has_proper_prior: whether there is a posterior at all.
-        has_edge: whether the prior is zero somewhere.
-        is_adapting: whether the settings are still changing.
-        left_out: layers whose temperature is not defined.
-        is_metropolis: whether the test is log uniform < Y; other tests allow for the noise of Y.
-        complaints: from the acceptance test itself.
-        burn_in: what burn-in did not reach.
-        coarse: the resolution of U in nats, where it is poor.
-    """
-
-    is_exact: bool
-    knows_potential: bool
-    has_proper_prior: bool
-    has_edge: bool
-    is_adapting: bool = False
-    left_out: Sequence[str] = ()
-    is_metropolis: bool = True
-    complaints: Sequence[str] = ()
-    burn_in: str | None = None
-    coarse: str | None = None
+    is_exact: bool  # whether the kernel claims to be exact, which decides how a failed self-test is worded
+    knows_potential: bool  # whether U was evaluated on all data; otherwise it is mostly batch noise
+    has_proper_prior: bool  # whether there is a posterior at all
+    has_edge: bool  # whether the prior is zero somewhere
+    is_adapting: bool = False  # whether the settings are still changing
+    left_out: Sequence[str] = ()  # layers whose temperature is not defined
+    is_metropolis: bool = True  # whether the test is log uniform < Y; other tests allow for the noise of Y
+    complaints: Sequence[str] = ()  # from the acceptance test itself
+    burn_in: str | None = None  # what burn-in did not reach
+    coarse: str | None = None  # the resolution of U in nats, where it is poor
 
 
 class Monitor(RunningSums):

@@ -68,11 +68,7 @@ class RunningSums:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        layers: Sequence[str] = (),
-        sizes: Sequence[int] = (),
-        num_chains: int | None = None,
+        self, device: torch.device, layers: Sequence[str] = (), sizes: Sequence[int] = (), num_chains: int | None = None
     ) -> None:
         self.device, self.layers, self.sizes = device, list(layers), list(sizes)
         self.num_steps = 0
