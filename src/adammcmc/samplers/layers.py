@@ -418,8 +418,8 @@ class Layers:
             )
         if halves is not None and not torch.allclose(losses, halves, rtol=1e-3, atol=1e-5, equal_nan=True):
             raise PerExampleLossRequired(
-                "the loss of an example depends on the other examples in its batch (batch statistics?): the losses of "
-                "a chunk differ from those of its halves."
+                "the loss of an example depends on the examples that it is evaluated with (batch statistics?): the "
+                "losses of a chunk differ from those of its halves."
             )
         return losses
 
