@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from adammcmc import MALA, AdamMCMC, Gaussian, Underdamped
 from adammcmc.jets import JetData, ParticleNet, ParticleNetLite, bundled, read_jets
 from adammcmc.samplers.stacked import StackedSampler, setup_of
-from adammcmc.target.randomness import streams
+from adammcmc.backends.streams import streams
 from benchmarks.step_cost import network
 from benchmarks.timing import Step, captured, machine, medians
 

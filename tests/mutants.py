@@ -114,7 +114,7 @@ MUTANTS = [
     ),
     Mutant(
         "loss scale",
-        "target/target.py",
+        "target/potential.py",
         "return scale * mean - (proposed.log_prior - current.log_prior)",
         "return mean - (proposed.log_prior - current.log_prior)",
         "tests/test_optimizer.py tests/test_target.py",
@@ -233,21 +233,21 @@ MUTANTS = [
     ),
     Mutant(
         "the order of the data not restored on resume",
-        "runs/run.py",
-        '            run.data.load_state_dict(state["data"])\n',
+        "runs/loop.py",
+        '            self.session.data.load_state_dict(state["data"])\n',
         "            pass\n",
         "tests/test_resume.py",
     ),
     Mutant(
         "dropout's random numbers not restored on resume",
-        "runs/run.py",
+        "runs/loop.py",
         '        torch.set_rng_state(state["random"])\n',
         "",
         "tests/test_resume.py",
     ),
     Mutant(
         "the scheduler not restored on resume",
-        "runs/run.py",
+        "runs/loop.py",
         '            self.scheduler.load_state_dict(state["scheduler"])\n',
         "            pass\n",
         "tests/test_resume.py",
@@ -255,8 +255,8 @@ MUTANTS = [
     Mutant(
         "draws after the checkpoint kept on resume",
         "posterior/store/folder.py",
-        '                self.rewind(chain, state["num_draws"])\n',
-        "                pass\n",
+        '            self.rewind(chain, state["num_draws"])\n',
+        "            pass\n",
         "tests/test_resume.py tests/test_store.py",
     ),
     Mutant(
@@ -268,9 +268,9 @@ MUTANTS = [
     ),
     Mutant(
         "draws handed over only after a last checkpoint",
-        "runs/run.py",
+        "runs/session.py",
         "        error.result = Posterior(store, self.model)  # type: ignore[attr-defined]  # first",
-        "        store.save(chain.key, chain.state())\n        error.result = Posterior(store, self.model)  # first",
+        "        store.save(loop.key, loop.state())\n        error.result = Posterior(store, self.model)  # first",
         "tests/test_run.py",
     ),
     Mutant(
@@ -282,8 +282,8 @@ MUTANTS = [
     ),
     Mutant(
         "the index not synced before the checkpoint",
-        "posterior/store/folder.py",
-        "                    os.fsync(index.fileno())  # before the checkpoint that counts on it\n",
+        "posterior/store/files.py",
+        "                os.fsync(index.fileno())  # before the checkpoint that counts on it\n",
         "",
         "tests/test_damage.py",
     ),
@@ -304,7 +304,7 @@ MUTANTS = [
     Mutant(
         "prediction in training mode",
         "posterior/predictive.py",
-        "    model.eval()\n",
+        "            self.model.eval()\n",
         "",
         "tests/test_predictive.py",
     ),
@@ -353,8 +353,8 @@ MUTANTS = [
     Mutant(
         "draws of a stack after its checkpoint kept on resume",
         "posterior/store/folder.py",
-        "for chain in chains:\n                self.rewind",
-        "for chain in list(chains)[:1]:\n                self.rewind",
+        "for chain in chains:\n            self.rewind",
+        "for chain in list(chains)[:1]:\n            self.rewind",
         "tests/test_resume.py",
     ),
     Mutant(
@@ -401,7 +401,7 @@ MUTANTS = [
     ),
     Mutant(
         "chains from one start called sound",
-        "posterior/posterior.py",
+        "posterior/diagnosis.py",
         "return starts is None or len({starts[c] for c in chains}) == 1",
         "return False",
         "tests/test_summary.py",

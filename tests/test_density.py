@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from adammcmc import AlwaysAccept, BurnIn, Density, NonFiniteLoss, kernels, sample_density
-from adammcmc.target.randomness import streams
+from adammcmc.backends.streams import streams
 from tests.targets import TARGETS
 
 

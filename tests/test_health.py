@@ -216,7 +216,7 @@ def test_algorithm_1_is_found_to_be_biased() -> None:
         [p], lr=0.35 * sigma, num_data=1, sigma=sigma, sigma_along=3.0, prior=Gaussian(), fixed_data=True, generator=seeded()
     )
     run(biased, lambda: 0.0 * p.sum(), 1000)
-    biased._monitor = None  # its transient is over
+    biased.reset_health()  # its transient is over
     health = run(biased, lambda: 0.0 * p.sum(), 2000)
     assert "biased" in kinds(health), health.verdict
     assert "samples a distribution other than its target" in health.verdict

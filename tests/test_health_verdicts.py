@@ -125,9 +125,9 @@ def test_u_that_is_not_finite_is_a_finding() -> None:
     p = free(5)
     sampler = MALA([p], 0.3, num_data=1, prior=Gaussian(), fixed_data=True, generator=seeded())
     run(sampler, lambda: 0.0 * p.sum(), 20)
-    assert sampler._monitor is not None
-    sampler._monitor.steps.sums[0] = torch.nan
-    sampler._monitor.trace.sums[0] = torch.nan
+    assert sampler.chains.monitor is not None
+    sampler.chains.monitor.steps.sums[0] = torch.nan
+    sampler.chains.monitor.trace.sums[0] = torch.nan
     assert not run(sampler, lambda: 0.0 * p.sum(), 300).is_healthy
 
 

@@ -49,8 +49,12 @@ if TYPE_CHECKING:
     from adammcmc.runs.callbacks import Callback as Callback
     from adammcmc.runs.callbacks import Event as Event
     from adammcmc.runs.callbacks import TensorBoard as TensorBoard
+    from adammcmc.runs.plan import Plan as Plan
     from adammcmc.runs.run import sample as sample
     from adammcmc.samplers import diagnostics as diagnostics
+    from adammcmc.samplers.adam import AdamMCMC as AdamMCMC
+    from adammcmc.samplers.adam import AsReleased as AsReleased
+    from adammcmc.samplers.adam import OptimizerMCMC as OptimizerMCMC
     from adammcmc.samplers.adaptation import BurnIn as BurnIn
     from adammcmc.samplers.corrected import CorrectedMALA as CorrectedMALA
     from adammcmc.samplers.density import sample_density as sample_density
@@ -62,9 +66,6 @@ if TYPE_CHECKING:
     from adammcmc.samplers.health import Health as Health
     from adammcmc.samplers.modules import ClosureReport as ClosureReport
     from adammcmc.samplers.modules import check_closure as check_closure
-    from adammcmc.samplers.optimizer import AdamMCMC as AdamMCMC
-    from adammcmc.samplers.optimizer import AsReleased as AsReleased
-    from adammcmc.samplers.optimizer import OptimizerMCMC as OptimizerMCMC
     from adammcmc.samplers.sampler import Sampler as Sampler
     from adammcmc.samplers.two_sided import TwoSided as TwoSided
     from adammcmc.samplers.two_sided import two_sided as two_sided
@@ -72,15 +73,15 @@ if TYPE_CHECKING:
     from adammcmc.target.data import Examples as Examples
     from adammcmc.target.data import TensorExamples as TensorExamples
     from adammcmc.target.data_density import DataDensity as DataDensity
+    from adammcmc.target.density import Density as Density
     from adammcmc.target.likelihood import GaussianNLL as GaussianNLL
     from adammcmc.target.likelihood import Likelihood as Likelihood
-    from adammcmc.target.target import Density as Density
-    from adammcmc.target.target import Gaussian as Gaussian
-    from adammcmc.target.target import Prior as Prior
-    from adammcmc.target.target import Target as Target
-    from adammcmc.target.target import UniformBall as UniformBall
-    from adammcmc.target.target import UniformBox as UniformBox
-    from adammcmc.target.target import from_paper as from_paper
+    from adammcmc.target.potential import Target as Target
+    from adammcmc.target.priors import Gaussian as Gaussian
+    from adammcmc.target.priors import Prior as Prior
+    from adammcmc.target.priors import UniformBall as UniformBall
+    from adammcmc.target.priors import UniformBox as UniformBox
+    from adammcmc.target.units import from_paper as from_paper
 
 __version__ = "0.1.0"
 
@@ -98,7 +99,10 @@ _HOMES = {
     "target.data": "Examples TensorExamples",
     "target.data_density": "DataDensity",
     "target.likelihood": "GaussianNLL Likelihood",
-    "target.target": "Density Gaussian Prior Target UniformBall UniformBox from_paper",
+    "target.density": "Density",
+    "target.potential": "Target",
+    "target.priors": "Gaussian Prior UniformBall UniformBox",
+    "target.units": "from_paper",
     "acceptance": "AlwaysAccept Barker Confidence FullData Minibatch Penalty Sequential Tuna",
     "kernels.kernel": "ChainState Info Kernel",
     "samplers.adaptation": "BurnIn",
@@ -107,7 +111,7 @@ _HOMES = {
     "samplers.exact": "MALA ExactAdamMCMC Underdamped",
     "samplers.health": "Finding Health",
     "samplers.modules": "ClosureReport check_closure",
-    "samplers.optimizer": "AdamMCMC AsReleased OptimizerMCMC",
+    "samplers.adam": "AdamMCMC AsReleased OptimizerMCMC",
     "samplers.sampler": "Sampler",
     "samplers.two_sided": "TwoSided two_sided",
     "posterior.calibration": "ClassScores Detection Measured OutOfDistribution Reliability RiskCurve ValueScores "
@@ -118,6 +122,7 @@ _HOMES = {
     "posterior.summary": "Row Summary",
     "runs.advice": "Calibration Suggestion calibrate_sigma suggest",
     "runs.callbacks": "Callback Event TensorBoard",
+    "runs.plan": "Plan",
     "runs.run": "sample",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -13,7 +13,7 @@ from adammcmc.jets import Cloud, JetData, Jets, ParticleNet, ParticleNetLite, bu
 from adammcmc.jets.tagger import Tagger, Training
 from adammcmc.samplers.stacked import StackedSampler, setup_of
 from adammcmc.target.likelihood import Loss
-from adammcmc.target.randomness import streams
+from adammcmc.backends.streams import streams
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,12 +13,12 @@ from adammcmc.acceptance import AcceptanceTest, Minibatch
 from adammcmc.errors import PerExampleLossRequired
 from adammcmc.kernels.arguments import check_chains, check_preconditioner, times
 from adammcmc.kernels.direction import Gradient
-from adammcmc.kernels.kernel import ChainState, Info, Once, settle, start
+from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, settle, start
 from adammcmc.kernels.langevin import mala
 from adammcmc.kernels.proposal import Langevin
 from adammcmc.target.leaves import Leaves, Setting, Settings, flatten, spread_settings
+from adammcmc.target.potential import Evaluation, Potential, potential_difference
 from adammcmc.target.randomness import Randomness, uniform
-from adammcmc.target.target import Evaluation, Potential, potential_difference
 
 __all__ = ["CarriedBatch", "CorrectedMALAKernel", "corrected_mala"]
 
@@ -31,7 +31,7 @@ class CarriedBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CorrectedMALAKernel:
+class CorrectedMALAKernel(Kernel):
     """MALA on pairs of parameters and batch. See `corrected_mala`."""
 
     step_size: Settings
@@ -42,11 +42,12 @@ class CorrectedMALAKernel:
     name: str = "corrected stochastic MALA"
     structure: Any = None
     """Of the preconditioner, if it is not one tensor or a tuple of tensors."""
-    acceptance: ClassVar[AcceptanceTest] = Minibatch()
+    acceptance: ClassVar[AcceptanceTest] = Minibatch()  # type: ignore[misc]
     """Metropolis: the pair's ratio is exact."""
     target_acceptance: ClassVar[float] = 0.57
-    has_ragged_batches: ClassVar[bool] = True
-    """Batches of a size that no step knows before: nothing for a CUDA graph."""
+    needs_examples: ClassVar[bool] = True  # type: ignore[misc]
+    is_capturable: ClassVar[bool] = False  # type: ignore[misc]
+    why_not_capturable: ClassVar[str] = "draws batches of another size at each step"  # type: ignore[misc]
 
     @property
     def weight(self) -> float:
@@ -101,6 +102,10 @@ class CorrectedMALAKernel:
     def _draw(self, params: Leaves, potential: Potential, generator: Randomness) -> Tensor:
         """b_i ~ Bernoulli(rho), (chains, n)."""
         return uniform((params[0].shape[0], _num_examples(potential)), torch.float64, params[0].device, generator) < self.rho
+
+    def restored(self, fields: tuple[Any, ...]) -> CarriedBatch:
+        """The memory from its fields, as a checkpoint has them."""
+        return CarriedBatch(*fields)
 
     def scaled(self, factor: float) -> CorrectedMALAKernel:
         """The same kernel with its noise `factor` times as large, and the step to match."""

@@ -36,8 +36,8 @@ class AdamMemory(NamedTuple):
 
     exp_avg: Leaves
     exp_avg_sq: Leaves
-    step: tuple[Any, ...]
-    """One count for each leaf, as in torch.optim.Adam: whole numbers, or in a CUDA graph 0-d tensors on the device."""
+    step: tuple[int, ...]
+    """One count for each leaf, as in torch.optim.Adam."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,20 @@ class Adam:
         first, second = (tuple(torch.zeros_like(p) for p in params) for _ in range(2))
         return AdamMemory(first, second, (0,) * len(params))
 
-    def __call__(self, grad: Leaves, memory: AdamMemory, params: Leaves) -> tuple[Leaves, AdamMemory]:
+    def __call__(
+        self, grad: Leaves, memory: AdamMemory, params: Leaves, out: Leaves | None = None
+    ) -> tuple[Leaves, AdamMemory]:
+        """`out`: memory for u; the moments are then overwritten as well."""
         n = len(params)
         options = zip(spread_settings(self.lr, n), spread(self.betas, n), spread(self.eps, n), strict=True)
         updates, exp_avgs, exp_avg_sqs = [], [], []
-        step: tuple[Any, ...] = tuple(k + 1 for k in memory.step)  # numbers, or on the device for a CUDA graph
-        for g, m1, m2, k, (lr, (beta1, beta2), eps) in zip(grad, memory.exp_avg, memory.exp_avg_sq, step, options, strict=True):
-            exp_avg = torch.lerp(m1, g, 1 - beta1)
-            exp_avg_sq = (m2 * beta2).addcmul_(g, g, value=1 - beta2)
+        step = tuple(k + 1 for k in memory.step)
+        columns = zip(grad, memory.exp_avg, memory.exp_avg_sq, step, options, out or [None] * n, strict=True)
+        for g, m1, m2, k, (lr, (beta1, beta2), eps), into in columns:
+            exp_avg = torch.lerp(m1, g, 1 - beta1, out=None if into is None else m1)
+            exp_avg_sq = torch.mul(m2, beta2, out=None if into is None else m2).addcmul_(g, g, value=1 - beta2)
             root = (1 - beta2**k) ** 0.5  # of the bias correction, moved out of the fraction to save a pass
-            denominator = widen(exp_avg_sq).sqrt().add_(eps * root)
+            denominator = torch.sqrt(widen(exp_avg_sq), out=into).add_(eps * root)
             rate = by_chain(lr * root / (1 - beta1**k), denominator)
             updates.append(torch.div(widen(exp_avg), denominator, out=denominator).mul_(rate))
             exp_avgs.append(exp_avg)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adammcmc.acceptance import AcceptanceTest, Minibatch
 from adammcmc.kernels.arguments import check_betas, check_chains, check_noise, check_not_negative, checked, checked_one, times
-from adammcmc.kernels.kernel import ChainState, Info, Once, settle, start
+from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, settle, start
 from adammcmc.kernels.proposal import Prolate
 from adammcmc.target.leaves import (
     Leaves,
@@ -27,8 +27,8 @@ from adammcmc.target.leaves import (
     standard_normal,
     widen,
 )
+from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
-from adammcmc.target.target import Evaluation, Potential
 
 __all__ = ["ExactAdamMCMCKernel", "NoisyMoments", "exact_adam_mcmc"]
 
@@ -41,7 +41,7 @@ class NoisyMoments(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExactAdamMCMCKernel:
+class ExactAdamMCMCKernel(Kernel):
     """Metropolis on theta with the momenta as part of the state. See `exact_adam_mcmc`."""
 
     lr: Settings
@@ -134,6 +134,10 @@ class ExactAdamMCMCKernel:
             return new
         kept = select(mask, new.exp_avg + new.exp_avg_sq, old.exp_avg + old.exp_avg_sq)
         return NoisyMoments(kept[: len(new.exp_avg)], kept[len(new.exp_avg) :])
+
+    def restored(self, fields: tuple[Any, ...]) -> NoisyMoments:
+        """The memory from its fields, as a checkpoint has them."""
+        return NoisyMoments(*(tuple(leaves) for leaves in fields))
 
     def scaled(self, factor: float) -> ExactAdamMCMCKernel:
         """The same kernel with its noise `factor` times as large."""

@@ -11,17 +11,17 @@ from torch import Tensor
 from adammcmc.acceptance import AcceptanceTest, Minibatch
 from adammcmc.kernels.arguments import check_chains, check_noise, check_preconditioner, checked, checked_one, times
 from adammcmc.kernels.direction import Gradient
-from adammcmc.kernels.kernel import ChainState, Info, Once, settle, start
+from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, settle, start
 from adammcmc.kernels.proposal import Langevin
 from adammcmc.target.leaves import Leaves, Setting, Settings, flatten, spread_settings
+from adammcmc.target.potential import Potential
 from adammcmc.target.randomness import Randomness
-from adammcmc.target.target import Potential
 
 __all__ = ["MALAKernel", "mala"]
 
 
 @dataclass(frozen=True)
-class MALAKernel:
+class MALAKernel(Kernel):
     """A Langevin step with its own update on either side. See `mala`."""
 
     step_size: Settings
@@ -69,6 +69,10 @@ class MALAKernel:
             there=there,
             log_q_ratio=Once(log_q_ratio),
         )
+
+    def restored(self, fields: tuple[Any, ...]) -> None:
+        """The memory from its fields, as a checkpoint has them."""
+        return
 
     def scaled(self, factor: float) -> MALAKernel:
         """The same kernel with its noise `factor` times as large, and the step to match."""

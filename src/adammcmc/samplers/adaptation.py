@@ -26,8 +26,8 @@ from adammcmc.errors import warn
 from adammcmc.kernels.arguments import chain_settings
 from adammcmc.kernels.proposal import Prolate
 from adammcmc.target.leaves import Leaves, Setting, by_chain, inner, per_chain
+from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
-from adammcmc.target.target import Evaluation, Potential
 
 __all__ = ["Adaptation", "BurnIn", "Change", "changed", "check_common", "check_tunable", "momentum_spread", "target_rate"]
 
@@ -315,8 +315,7 @@ def check_tunable(acceptance: AcceptanceTest) -> None:
 
 def target_rate(acceptance: AcceptanceTest, metropolis: float) -> float:
     """The acceptance to tune to where a Metropolis test would be tuned to `metropolis`: other tests may accept less."""
-    translated = getattr(acceptance, "rate_like", None)
-    return metropolis if translated is None else float(translated(metropolis))
+    return acceptance.rate_like(metropolis)
 
 
 def check_common(kernel: Any, settings: BurnIn) -> None:

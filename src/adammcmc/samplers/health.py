@@ -161,6 +161,8 @@ class Monitor(RunningSums):
 def read_health(state: dict[str, Any], sums: dict[str, Any] | None) -> Health:
     """The verdict from the saved `Sampler.health_state` and `Monitor.state_dict`."""
     monitor = Monitor(torch.device("cpu"), state["layers"], state["sizes"])
+    if sums is not None and sums["steps"][0].dim() == 3:  # separate sums, of one chain
+        (sums,) = split_sums(state, sums, 1)
     if sums is not None:
         monitor.load_state_dict(sums)
     return monitor.read(**state["context"])
