@@ -64,8 +64,8 @@ if TYPE_CHECKING:
     from adammcmc.samplers.exact import Underdamped as Underdamped
     from adammcmc.samplers.health import Finding as Finding
     from adammcmc.samplers.health import Health as Health
-    from adammcmc.samplers.layers import ClosureReport as ClosureReport
-    from adammcmc.samplers.layers import check_closure as check_closure
+    from adammcmc.samplers.modules import ClosureReport as ClosureReport
+    from adammcmc.samplers.modules import check_closure as check_closure
     from adammcmc.samplers.sampler import Sampler as Sampler
     from adammcmc.samplers.two_sided import TwoSided as TwoSided
     from adammcmc.samplers.two_sided import two_sided as two_sided
@@ -110,7 +110,7 @@ _HOMES = {
     "samplers.density": "sample_density warm_up",
     "samplers.exact": "MALA ExactAdamMCMC Underdamped",
     "samplers.health": "Finding Health",
-    "samplers.layers": "ClosureReport check_closure",
+    "samplers.modules": "ClosureReport check_closure",
     "samplers.adam": "AdamMCMC AsReleased OptimizerMCMC",
     "samplers.sampler": "Sampler",
     "samplers.two_sided": "TwoSided two_sided",
