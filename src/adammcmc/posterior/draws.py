@@ -43,13 +43,7 @@ class Compared(NamedTuple):
 
 
 class Draws:
-    """A selection of the draws of a run: all of them, those of one chain, or a slice.
-
-    Args:
-        store: where the draws are.
-        records: None: all draws whose weights were kept.
-        chains: None: all chains.
-    """
+    """A selection of the draws of a run: all whose weights were kept, those of one chain, or a slice of `records`."""
 
     def __init__(self, store: Store, records: Sequence[Record] | None, chains: Sequence[int] | None) -> None:
         self.store = store
@@ -80,7 +74,7 @@ class Draws:
             raise ValueError(f"`chain` must be one of {', '.join(map(str, self.chains))}, got {chain}.")
 
     def compared(self, records: Sequence[Record], chains: Sequence[int] | None = None) -> Compared:
-        """Those of `records` that can be compared: of chains at least half as long as the longest, cut to one length."""
+        """The draws of chains at least half as long as the longest, cut to one length."""
         chains = self.chains if chains is None else chains
         rows = {chain: [record for record in records if record["chain"] == chain] for chain in chains}
         longest = max(map(len, rows.values()), default=0)

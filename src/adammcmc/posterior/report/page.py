@@ -1,4 +1,4 @@
-"""The page of a report: the verdict first, then a section for each question. Table columns are in `posterior/columns.py`."""
+"""The page of a report: the verdict first, then a section for each question. `columns.py` has the columns."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def write_report(
     Args:
         posterior: the draws.
         path: of the page; the folder of the figures is named after it, with `_figures` in place of the suffix.
-        data: held-out inputs, or (inputs, targets), as `posterior.predict` takes them. Without them the page compares no
-            predictions of the chains on new data, and has no scores.
+        data: held-out inputs, or (inputs, targets), as `posterior.predict` takes them. Without them the page compares
+            no predictions of the chains on new data, and has no scores.
         names: of the examples, for the table of the most uncertain ones.
         title: of the page.
         progress: as in `predict`.
@@ -147,9 +147,6 @@ def _typeset(cell: str) -> str:
     return "–" if cell == "-" else cell.replace("+-", "±")
 
 
-# --- the chains -------------------------------------------------------------------------------------------------------
-
-
 def _key_numbers(summary: Summary) -> Section:
     numbers = [(name, _typeset(cell(summary))) for name, cell in KEY_NUMBERS.items()]
     return Section("numbers", "Key numbers", list(map(_sentence, summary.notes)), numbers)
@@ -168,7 +165,7 @@ def _traces(posterior: Posterior) -> Section:
     rates = {chain: y / numpy.maximum(1.0, _gaps(steps[chain])) for chain, y in accepted.items()}
     if rates:
         drawings.append(figures.acceptance(steps, rates))
-    text = "A converged chain fluctuates around one level. A trend, or chains at different levels, shows lack of convergence."
+    text = "A converged chain fluctuates around one level: a trend, or chains at different levels, is a warning."
     return Section("chains", "Traces", [text], drawings=drawings)
 
 
@@ -194,9 +191,9 @@ def _self_tests(posterior: Posterior, health: Sequence[Health]) -> Section:
         for chain, h in zip(posterior.chain_numbers, health, strict=False)
     ]
     text = (
-        "An exact chain at equilibrium accepts with rate 2 P(Y > 0) and has configurational temperature 1. The loss has "
-        "influence if lambda times its change over a proposal varies by about 1. Noise of Y heats a plain minibatch test by "
-        "1 / beta_eff. A dash means not valid, or unknown, for this kernel."
+        "An exact chain at equilibrium accepts with rate 2 P(Y > 0) and has configurational temperature 1. The loss "
+        "has influence if lambda times its change over a proposal varies by about 1. Noise of Y heats a plain "
+        "minibatch test by 1 / beta_eff. A dash means not valid, or unknown, for this kernel."
     )
     table = Table("Self-tests of each chain since burn-in", ["chain", *SELF_TESTS], rows)
     return Section("self-tests", "Self-tests", [text], tables=[table])
@@ -205,16 +202,13 @@ def _self_tests(posterior: Posterior, health: Sequence[Health]) -> Section:
 def _agreement(summary: Summary) -> Section:
     rows = [[_typeset(cell(row)) for cell in AGREEMENT.values()] for row in summary.rows]
     text = (
-        "R-hat compares chains and halves of chains: above 1.01, and above what chance explains for this number of draws, they "
-        "have not mixed. ESS is the effective number of independent draws, for means (bulk) and for quantiles (tail). "
-        "Predictions decide the verdict. The weights of layers are shown but not judged: chains may agree in all predictions "
-        "while their neurons are permuted."
+        "R-hat compares chains and halves of chains: above 1.01, and above what chance explains for this number of "
+        "draws, they have not mixed. ESS is the effective number of independent draws, for means (bulk) and for "
+        "quantiles (tail). Predictions decide the verdict. The weights of layers are shown but not judged: chains may "
+        "agree in all predictions while their neurons are permuted."
     )
     table = Table("R-hat and effective draws", list(AGREEMENT), rows)
     return Section("agreement", "Do the chains agree?", [text], tables=[table])
-
-
-# --- the predictions --------------------------------------------------------------------------------------------------
 
 
 def _predictions(prediction: Prediction, names: Sequence[str] | None) -> list[Section]:
@@ -281,9 +275,6 @@ def _most_uncertain(
 def _short(x: Tensor) -> str:
     values = x.flatten().tolist()
     return ", ".join(f"{v:.4g}" for v in values[:4]) + (", ..." if len(values) > 4 else "")
-
-
-# --- the settings -----------------------------------------------------------------------------------------------------
 
 
 def _settings(posterior: Posterior) -> Section:
