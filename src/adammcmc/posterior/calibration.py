@@ -58,9 +58,6 @@ class Measured(NamedTuple):
         return f"{self.value:{sign}.{digits}f} +- {self.error:.{digits}f}"
 
 
-# --- per-example contributions to a value and its error ---------------------------------------------------------------
-
-
 def _by_row(values: Tensor) -> Tensor:
     """The mean over the outputs of each example, (examples,)."""
     return values.double().flatten(1).mean(1) if values.dim() > 1 else values.double()
@@ -101,9 +98,6 @@ def _binomial_error(share: Tensor, n: Tensor) -> Tensor:
     """With half a success and half a failure added, so that it is never 0."""
     smooth = (share * n + 0.5) / (n + 1)
     return (smooth * (1 - smooth) / n).sqrt()
-
-
-# --- classes ----------------------------------------------------------------------------------------------------------
 
 
 class _Classes:
@@ -283,9 +277,6 @@ def _by_chance(given: _Binned, gaps: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-# --- selective prediction ---------------------------------------------------------------------------------------------
-
-
 class RiskCurve(NamedTuple):
     """The risk if only the most certain examples are answered."""
 
@@ -329,9 +320,6 @@ def selective_risk(uncertainty: Tensor, losses: Tensor) -> RiskCurve:
     risk = within.repeat_interleave(counts).cumsum(0) / number
     best = loss.sort().values.cumsum(0) / number
     return RiskCurve(number / len(u), risk, float(risk.mean()), float(loss.mean()), float(best.mean()))
-
-
-# --- detection --------------------------------------------------------------------------------------------------------
 
 
 def auroc(scores: Tensor, labels: Tensor) -> Measured:
@@ -448,9 +436,6 @@ def _numbers(name: str, values: Tensor) -> Tensor:
     if bool(x.isnan().any()):
         raise ValueError(f"`{name}` has a NaN.")
     return x
-
-
-# --- all scores of a prediction ---------------------------------------------------------------------------------------
 
 
 def _table(title: str, rows: Mapping[str, object]) -> str:

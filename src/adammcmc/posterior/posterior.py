@@ -70,8 +70,6 @@ class Posterior:
         check_model(store.manifest["model"]["tensors"], bare(model), f"the run in '{path}'")
         return cls(store, model)
 
-    # --- the draws ----------------------------------------------------------------------------------------------
-
     def __len__(self) -> int:
         return len(self._draws.records)
 
@@ -129,8 +127,6 @@ class Posterior:
             if state.moments is not None:
                 moments.merge(Moments(state.moments))
         return moments
-
-    # --- the run ------------------------------------------------------------------------------------------------
 
     @property
     def target(self) -> str:
@@ -195,8 +191,6 @@ class Posterior:
     def verdicts(self) -> list[str]:
         """A line for each chain, and one on their agreement: what `print` shows below the target."""
         return Diagnosis(self._draws).verdicts()
-
-    # --- prediction ---------------------------------------------------------------------------------------------
 
     def predict(
         self,
@@ -269,8 +263,6 @@ class Posterior:
             options: of `predict`. With raw=True, intervals in regression are those of the mixture of the draws.
         """
         return score(self.predict(data, **options), num_bins=num_bins)
-
-    # --- diagnostics --------------------------------------------------------------------------------------------
 
     def summary(self, inputs: Any = None, **options: Any) -> Summary:
         """R-hat and effective draws of loss, U, predictions and layers, with verdicts in words.

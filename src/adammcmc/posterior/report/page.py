@@ -16,8 +16,8 @@ from torch import Tensor
 
 from adammcmc.posterior.calibration import ClassScores, ValueScores, score, uncertainties
 from adammcmc.posterior.columns import AGREEMENT, KEY_NUMBERS, SELF_TESTS
-from adammcmc.posterior.report import figures
 from adammcmc.posterior.report.drawing import THEME, Drawing
+from adammcmc.posterior.report.figures import FIGURES, Array, figure
 from adammcmc.posterior.store.whole import write_whole
 from adammcmc.target.data import Data
 
@@ -97,11 +97,10 @@ def write_report(
         raise ValueError(f"'{folder}' must be a plain folder, or not exist yet: it is for the figures of the report.")
     folder.mkdir(exist_ok=True)
     drawings = {drawing.name: drawing.file for section in sections for drawing in section.drawings}
-    assert drawings.keys() <= set(figures.NAMES)
     for name, file in drawings.items():
         write_whole(folder / f"{name}.svg", file)
     write_whole(path, page)
-    for name in set(figures.NAMES) - drawings.keys():  # left over from an earlier report
+    for name in FIGURES.keys() - drawings.keys():  # left over from an earlier report
         (folder / f"{name}.svg").unlink(missing_ok=True)
     return path
 
@@ -154,22 +153,19 @@ def _key_numbers(summary: Summary) -> Section:
 
 def _traces(posterior: Posterior) -> Section:
     drawings = []
-    for name, label, title in (
-        ("potential", "U", "U, minus the log density of the target, at the draws"),
-        ("loss", "mean loss", "Mean loss of the batch at the draws"),
-    ):
+    for name, label in (("potential", "U"), ("loss", "mean loss")):
         steps, values = _by_chain(posterior.made, name)
         if any(numpy.isfinite(y).any() for y in values.values()):
-            drawings.append(figures.trace(name, title, label, steps, values))
+            drawings.append(figure(name, label, steps, values))
     steps, accepted = _by_chain(posterior.made, "num_accepted")
     rates = {chain: y / numpy.maximum(1.0, _gaps(steps[chain])) for chain, y in accepted.items()}
     if rates:
-        drawings.append(figures.acceptance(steps, rates))
+        drawings.append(figure("acceptance", steps, rates))
     text = "A converged chain fluctuates around one level: a trend, or chains at different levels, is a warning."
     return Section("chains", "Traces", [text], drawings=drawings)
 
 
-def _by_chain(index: Sequence[Mapping[str, Any]], name: str) -> tuple[dict[int, figures.Array], dict[int, figures.Array]]:
+def _by_chain(index: Sequence[Mapping[str, Any]], name: str) -> tuple[dict[int, Array], dict[int, Array]]:
     """Steps and values of each chain; an unknown value is NaN."""
     rows: dict[int, list[Mapping[str, Any]]] = {}
     for record in index:
@@ -179,7 +175,7 @@ def _by_chain(index: Sequence[Mapping[str, Any]], name: str) -> tuple[dict[int, 
     return steps, values
 
 
-def _gaps(steps: figures.Array) -> figures.Array:
+def _gaps(steps: Array) -> Array:
     """Steps between each draw and the previous one."""
     gaps = numpy.diff(steps)
     return numpy.concatenate([gaps[:1] if len(gaps) else [1.0], gaps])
@@ -231,24 +227,19 @@ def _predictions(prediction: Prediction, names: Sequence[str] | None) -> list[Se
     values = known["spread"].double().numpy()
     right = None if is_right is None else is_right.numpy()
     groups = {"all": values} if right is None else {"right": values[right], "wrong": values[~right]}
-    drawing = figures.spreads("spread (75% - 25% quantile over the draws)", groups)
     table = _most_uncertain(prediction, known, is_right, names)
-    return [*sections, Section("uncertainty", "How uncertain are they?", drawings=[drawing], tables=[table])]
+    drawings = [figure("spread", groups)]
+    return [*sections, Section("uncertainty", "How uncertain are they?", drawings=drawings, tables=[table])]
 
 
 def _calibration(prediction: Prediction, scores: ClassScores | ValueScores) -> list[Drawing]:
     if isinstance(scores, ValueScores):
-        levels, shares, errors = (numpy.array(x) for x in zip(*scores.coverage, strict=True))
-        return [figures.coverage(levels, shares, errors)]
+        return [figure("coverage", *(numpy.array(x) for x in zip(*scores.coverage, strict=True)))]
     curve = scores.reliability
-    some = curve.counts > 0
-    confidence, frequency, bars, counts = (
-        x[some].double().numpy() for x in (curve.confidence, curve.frequency, curve.error, curve.counts)
-    )
-    return [
-        figures.reliability(confidence, frequency, bars, counts, scores.ece.value, is_binary=prediction.is_binary),
-        figures.risk({name: (c.coverage.numpy(), c.risk.numpy()) for name, c in scores.selective.items()}),
-    ]
+    columns = (curve.confidence, curve.frequency, curve.error, curve.counts)
+    bins = (x[curve.counts > 0].double().numpy() for x in columns)
+    risks = {name: (c.coverage.numpy(), c.risk.numpy()) for name, c in scores.selective.items()}
+    return [figure("reliability", *bins, prediction.is_binary), figure("risk", risks)]
 
 
 def _most_uncertain(

@@ -158,8 +158,6 @@ class _Folder(FolderStore):
             return []
         return [] if words is None else [((record["chain"], record["draw"]), f"{words}.")]
 
-    # --- repair -------------------------------------------------------------------------------------------------
-
     def repair(self) -> list[str]:
         """Repair what can be repaired; returns what was done."""
         done: list[str] = []
