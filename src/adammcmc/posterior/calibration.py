@@ -552,11 +552,7 @@ class ValueScores:
 
 
 def score(
-    prediction: Prediction,
-    targets: Tensor | None = None,
-    *,
-    num_bins: int = 15,
-    levels: Sequence[float] = _LEVELS,
+    prediction: Prediction, targets: Tensor | None = None, *, num_bins: int = 15, levels: Sequence[float] = _LEVELS
 ) -> ClassScores | ValueScores:
     """All scores of a prediction: `ClassScores` or `ValueScores`, depending on its likelihood.
 

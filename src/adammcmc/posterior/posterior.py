@@ -48,11 +48,7 @@ class Posterior:
     """
 
     def __init__(
-        self,
-        store: Store,
-        model: nn.Module,
-        records: Sequence[Record] | None = None,
-        chains: Sequence[int] | None = None,
+        self, store: Store, model: nn.Module, records: Sequence[Record] | None = None, chains: Sequence[int] | None = None
     ) -> None:
         self.store = store
         self.model = bare(model)
