@@ -29,7 +29,10 @@ class Diagnosis:
     def __init__(self, draws: Draws) -> None:
         self._draws, self._manifest = draws, draws.store.manifest
         self._states = chain_states(draws.store, draws.chains)
-        self._has_potential = all(state.has_potential for state in self._states.values())
+
+    @property
+    def _has_potential(self) -> bool:
+        return all(state.has_potential for state in self._states.values())
 
     def health(self) -> dict[int, Health]:
         """The self-tests of each chain since burn-in; a chain whose checkpoints are lost has none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import math
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from adammcmc.posterior.calibration import ClassScores, ValueScores, score, uncertainties
 from adammcmc.posterior.columns import AGREEMENT, KEY_NUMBERS, SELF_TESTS
+from adammcmc.posterior.draws import by_chain
 from adammcmc.posterior.report.drawing import THEME, Drawing
 from adammcmc.posterior.report.figures import FIGURES, Array, figure
 from adammcmc.posterior.store.whole import write_whole
@@ -24,6 +25,7 @@ from adammcmc.target.data import Data
 if TYPE_CHECKING:
     from adammcmc.posterior.posterior import Posterior
     from adammcmc.posterior.predictive import Prediction
+    from adammcmc.posterior.store.folder import Record
     from adammcmc.posterior.summary import Summary
     from adammcmc.samplers.health import Health
 
@@ -154,10 +156,10 @@ def _key_numbers(summary: Summary) -> Section:
 def _traces(posterior: Posterior) -> Section:
     drawings = []
     for name, label in (("potential", "U"), ("loss", "mean loss")):
-        steps, values = _by_chain(posterior.made, name)
+        steps, values = _columns(posterior.made, name)
         if any(numpy.isfinite(y).any() for y in values.values()):
             drawings.append(figure(name, label, steps, values))
-    steps, accepted = _by_chain(posterior.made, "num_accepted")
+    steps, accepted = _columns(posterior.made, "num_accepted")
     rates = {chain: y / numpy.maximum(1.0, _gaps(steps[chain])) for chain, y in accepted.items()}
     if rates:
         drawings.append(figure("acceptance", steps, rates))
@@ -165,11 +167,9 @@ def _traces(posterior: Posterior) -> Section:
     return Section("chains", "Traces", [text], drawings=drawings)
 
 
-def _by_chain(index: Sequence[Mapping[str, Any]], name: str) -> tuple[dict[int, Array], dict[int, Array]]:
+def _columns(index: Sequence[Record], name: str) -> tuple[dict[int, Array], dict[int, Array]]:
     """Steps and values of each chain; an unknown value is NaN."""
-    rows: dict[int, list[Mapping[str, Any]]] = {}
-    for record in index:
-        rows.setdefault(record["chain"], []).append(record)
+    rows = by_chain(index)
     steps = {chain: numpy.array([float(r["step"]) for r in own]) for chain, own in rows.items()}
     values = {c: numpy.array([math.nan if r.get(name) is None else float(r[name]) for r in own]) for c, own in rows.items()}
     return steps, values
