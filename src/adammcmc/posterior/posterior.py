@@ -217,7 +217,9 @@ class Posterior:
             raise ValueError(f"`batch_size` must be a positive integer, got {batch_size!r}.")
         manifest = self.store.manifest
         if manifest["keep"] == "moments":
-            raise ValueError("this run kept the mean and variance of the weights only (keep='moments'), not its draws.")
+            raise ValueError(
+                "this run kept the mean and variance of the weights only (keep='moments'): there are no draws to predict with."
+            )
 
         def split(batch: Batch) -> tuple[list[Any], Any]:
             if not isinstance(batch, tuple | list):
@@ -349,8 +351,8 @@ def check_model(tensors: dict[str, Any], model: nn.Module, what: str) -> None:
             raise StoreMismatch(f"{what} is of another model: it has no '{name}', which this {name_of_model} has.")
         if [dtype, shape] != list(tensors[name]):
             raise StoreMismatch(
-                f"{what} is of another model: its '{name}' is {tensors[name][0]} {tuple(tensors[name][1])}, that of this "
-                f"model is {dtype} {tuple(shape)}."
+                f"{what} is of another model: its '{name}' is {tensors[name][0]} {tuple(tensors[name][1])}, "
+                f"this model's is {dtype} {tuple(shape)}."
             )
 
 
