@@ -288,7 +288,7 @@ def test_all_can_be_reached_with_the_keyboard(browser: Any, well: tuple[Path, Po
 
 def test_a_reader_of_the_screen_hears_what_figures_show(browser: Any, well: tuple[Path, Posterior]) -> None:
     page, _ = _open(browser, well[0])
-    image = page.get_by_role("img", name="Does confidence match accuracy?")
+    image = page.get_by_role("img", name="Do predicted probabilities match observed frequencies?")
     assert image.count() == 1
     assert page.get_by_role("heading", level=1).count() == 1
     figures = page.locator("figure").count()

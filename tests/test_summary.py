@@ -427,14 +427,14 @@ def test_a_saturated_probability_says_nothing_and_hides_nothing() -> None:
 
 
 def test_weights_are_not_judged() -> None:
-    apart = Series("layer 0", "layer", normal() + 9 * torch.arange(4)[:, None, None], False, "weights: not judged")
+    apart = Series("layer 0", "layer", normal() + 9 * torch.arange(4)[:, None, None], "weights: not judged")
     summary = summed(Series("f", "outputs", normal()), apart)
     assert summary.grade == "sound"
     assert summary.rows[1].rhat > 2
 
 
 def test_of_many_layers_the_worst_are_printed() -> None:
-    layers = [Series(f"layer {i}", "layer", normal(draws=20 + i, seed=i), False, "weights: not judged") for i in range(30)]
+    layers = [Series(f"layer {i}", "layer", normal(draws=20 + i, seed=i), "weights: not judged") for i in range(30)]
     summary = summed(Series("f", "outputs", normal()), *layers)
     assert len(summary.rows) == 31
     text = str(summary)

@@ -1,16 +1,16 @@
 r"""Scores of predictions against labels: plain functions of tensors, and `score`, which returns all of them.
 
-Class probabilities have shape (examples, classes, ...) and their labels (examples, ...). Binary probabilities, each of one
-class out of two, have the shape of their labels. Every value has a standard error from the finite number of examples. The
-outputs of one example (regression targets, pixels) may be correlated: errors use the spread between examples only.
+Class probabilities have shape (examples, classes, ...) and their labels (examples, ...). Binary probabilities, each of
+one class out of two, have the shape of their labels. Every value has a standard error from the finite number of
+examples. The outputs of one example may be correlated, so that errors use the spread between examples only.
 
-Each score is a few lines of float64, so that scikit-learn and torchmetrics are not required; the tests compare with both.
+The scores need neither scikit-learn nor torchmetrics; the tests compare with both.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ _LEVELS = (0.5, 0.68, 0.9, 0.95)
 
 
 class Measured(NamedTuple):
-    """A value and its standard error from the finite number of examples (NaN if unknown). Prints two digits of the error.
+    """A value and its standard error (NaN if unknown), printed to two digits of the error.
 
     Example:
         >>> print(Measured(0.93124, 0.00411), "|", Measured(812.3, 34.6), "|", Measured(0.93124, math.nan))
@@ -56,9 +56,6 @@ class Measured(NamedTuple):
             return f"{self.value:{sign}.4g} +- 0"
         digits = max(0, 1 - int(f"{self.error:.1e}".partition("e")[2]))
         return f"{self.value:{sign}.{digits}f} +- {self.error:.{digits}f}"
-
-
-# --- per-example contributions to a value and its error -------------------------------------------------------------------
 
 
 def _by_row(values: Tensor) -> Tensor:
@@ -86,8 +83,8 @@ def _share(values: Tensor) -> Measured:
 def _independent(hits: Tensor, counts: Tensor) -> Tensor:
     """The effective number of independent outputs, given the hits among the outputs of each example, (examples, ...).
 
-    It is the number of outputs if the outputs of an example are independent, and the number of examples if they are right or
-    wrong together. The latter is assumed where the data cannot tell: all right, all wrong, or only one example.
+    From the number of outputs, if those of an example are independent, to the number of examples, if they are right or
+    wrong together; this is assumed where the data cannot tell: all right, all wrong, or one example.
     """
     total = counts.sum(0)
     share = hits.sum(0) / total
@@ -101,9 +98,6 @@ def _binomial_error(share: Tensor, n: Tensor) -> Tensor:
     """With half a success and half a failure added, so that it is never 0."""
     smooth = (share * n + 0.5) / (n + 1)
     return (smooth * (1 - smooth) / n).sqrt()
-
-
-# --- classes --------------------------------------------------------------------------------------------------------------
 
 
 class _Classes:
@@ -158,7 +152,7 @@ def nll(probabilities: Tensor, targets: Tensor) -> Measured:
 
 
 def brier(probabilities: Tensor, targets: Tensor) -> Measured:
-    """Mean squared distance between probabilities and labels: summed over classes, 0 to 2; of binary probabilities, 0 to 1."""
+    """Mean squared distance between probabilities and labels, summed over classes: 0 to 2; if binary, 0 to 1."""
     given = _Classes(probabilities, targets)
     if given.is_binary:
         return _mean((given.p - given.labels).square())
@@ -177,8 +171,8 @@ class Reliability(NamedTuple):
     frequency: Tensor
     """Observed frequency."""
     error: Tensor
-    """Standard error of `frequency`: binomial, with half a success and half a failure added so that it is never 0, using the
-    effective number of independent outputs."""
+    """Standard error of `frequency`: binomial, with half a success and half a failure added so that it is never 0,
+    using the effective number of independent outputs."""
 
 
 class _Binned:
@@ -243,57 +237,44 @@ class ExpectedError(NamedTuple):
 def ece(probabilities: Tensor, targets: Tensor, num_bins: int = 15) -> ExpectedError:
     """Expected calibration error: the mean of |confidence - frequency| over bins of equal width, weighted by count.
 
-    With the sign s_b of each bin fixed it is the mean over examples of s_b (confidence - hit), which gives its standard error.
-    Its size by chance comes from 200 replicas, in which classes come true with the given probabilities. If an example has
-    several outputs, the replicas keep their correlation.
+    With the sign s_b of each bin fixed it is the mean over examples of s_b (confidence - hit), which gives its standard
+    error. Its size by chance comes from 200 replicas, in which classes come true with the given probabilities. If an
+    example has several outputs, the replicas keep their correlation.
     """
     given = _Binned(probabilities, targets, num_bins)
     confidence, hits = given.confidence, given.hits
     gaps = given.sums(confidence - hits)
     value, error = _mean(torch.where(gaps.sum(0) < 0, -1.0, 1.0)[given.bins] * (confidence - hits))
-    replicate = _independent_replicas(given) if hits.numel() == len(hits) else _correlated_replicas(given, gaps)
-    generator = torch.Generator().manual_seed(0)
-    size = max(1, min(_REPLICAS, _CHUNK // len(hits)))
-    numbers = [min(size, _REPLICAS - made) for made in range(0, _REPLICAS, size)]
-    chance = torch.cat([replicate(number, generator).abs().sum(1) for number in numbers]) / hits.numel()
+    chance = _by_chance(given, gaps)
     return ExpectedError(value, error, float(chance.mean()), float(chance.quantile(0.95)))
 
 
-_Replicate = Callable[[int, torch.Generator], Tensor]
-"""Number of replicas, generator -> sums of (confidence - hit), (replicas, bins), if every probability were true."""
+def _by_chance(given: _Binned, gaps: Tensor) -> Tensor:
+    """Calibration errors of replicas, (replicas,), if every probability were true.
 
-
-def _independent_replicas(given: _Binned) -> _Replicate:
-    confidence, bins = given.confidence.flatten(), given.bins.flatten()
-
-    def replicate(number: int, generator: torch.Generator) -> Tensor:
-        hits = torch.rand(number, len(bins), generator=generator, dtype=torch.float64) < confidence
-        gaps = torch.zeros(number, len(given.edges) - 1, dtype=torch.float64)
-        return gaps.index_add_(1, bins, confidence - hits.double())
-
-    return replicate
-
-
-def _correlated_replicas(given: _Binned, gaps: Tensor) -> _Replicate:
-    """For correlated outputs of an example, whose correlation only the data show: random signs for whole examples.
-
-    The sum in a bin then has mean 0 and variance sum_i gap_i^2, with the correlation within examples. The scale makes the
-    variance that of true probabilities, sum p (1 - p) for independent outputs: confident predictions are rarely or never
-    wrong, and their observed squares alone would be too small.
+    Only the data show how the outputs of an example are correlated: with several outputs, the replicas are the gaps of
+    the data with random signs for whole examples. The sum in a bin then has mean 0 and variance sum_i gap_i^2. It is
+    scaled to the variance of true probabilities, sum p (1 - p) for independent outputs: confident predictions are
+    rarely or never wrong, and their observed squares alone would be too small.
     """
-    confidence, hits = given.confidence, given.hits
+    confidence, hits, bins = given.confidence, given.hits, given.bins
     expected = given.sums(confidence * (1 - confidence)).sum(0)
     observed = given.sums((confidence - hits).square()).sum(0)
     scaled = gaps * torch.where(observed > 0, expected / observed, 0.0).sqrt()
-
-    def replicate(number: int, generator: torch.Generator) -> Tensor:
-        signs = 2 * torch.randint(2, (number, len(gaps)), generator=generator).double() - 1
-        return signs @ scaled
-
-    return replicate
-
-
-# --- selective prediction -------------------------------------------------------------------------------------------------
+    generator = torch.Generator().manual_seed(0)
+    size = max(1, min(_REPLICAS, _CHUNK // len(hits)))
+    found = []
+    for made in range(0, _REPLICAS, size):
+        number = min(size, _REPLICAS - made)
+        if hits.numel() == len(hits):
+            p = confidence.flatten()
+            came_true = torch.rand(number, len(p), generator=generator, dtype=torch.float64) < p
+            sums = torch.zeros(number, gaps.shape[1], dtype=torch.float64)
+            sums.index_add_(1, bins.flatten(), p - came_true.double())
+        else:
+            sums = (2 * torch.randint(2, (number, len(gaps)), generator=generator).double() - 1) @ scaled
+        found.append(sums.abs().sum(1) / hits.numel())
+    return torch.cat(found)
 
 
 class RiskCurve(NamedTuple):
@@ -339,9 +320,6 @@ def selective_risk(uncertainty: Tensor, losses: Tensor) -> RiskCurve:
     risk = within.repeat_interleave(counts).cumsum(0) / number
     best = loss.sort().values.cumsum(0) / number
     return RiskCurve(number / len(u), risk, float(risk.mean()), float(loss.mean()), float(best.mean()))
-
-
-# --- detection ------------------------------------------------------------------------------------------------------------
 
 
 def auroc(scores: Tensor, labels: Tensor) -> Measured:
@@ -393,8 +371,8 @@ def average_precision(scores: Tensor, labels: Tensor) -> Measured:
 def fpr_at_tpr(scores: Tensor, labels: Tensor, tpr: float = 0.95) -> Measured:
     """False-positive rate at the highest cut whose true-positive rate is at least `tpr` (cuts include their score).
 
-    The error adds two parts in quadrature: the number of label 0 above the cut, and the cut itself, which label 1 determines
-    within +- sqrt(tpr (1 - tpr) / N) of `tpr`.
+    The error adds two parts in quadrature: the number of label 0 above the cut, and the cut itself, which label 1
+    determines within +- sqrt(tpr (1 - tpr) / N) of `tpr`.
     """
     if not 0 < tpr <= 1:
         raise ValueError(f"`tpr` must lie between 0 and 1, got {tpr}.")
@@ -458,9 +436,6 @@ def _numbers(name: str, values: Tensor) -> Tensor:
     if bool(x.isnan().any()):
         raise ValueError(f"`{name}` has a NaN.")
     return x
-
-
-# --- all scores of a prediction -------------------------------------------------------------------------------------------
 
 
 def _table(title: str, rows: Mapping[str, object]) -> str:
@@ -532,8 +507,8 @@ class ValueScores:
     num_examples: int
     rmse: Measured
     nll_mixture: Measured | None
-    """-log p(target) of an example, all outputs together, under the mixture of the draws, p = mean_d N(mean_d, variance_d): the
-    posterior predictive. None if the noise is unknown, or if the targets came neither with the data nor with raw=True."""
+    """-log p(target) of an example, all outputs together, under the mixture of the draws, mean_d N(mean_d, variance_d).
+    None if the noise is unknown, or if the targets came neither with the data nor with raw=True."""
     nll_gaussian: Measured | None
     """The same under one Gaussian with the mean and total variance of the prediction. None if the noise is unknown."""
     coverage: tuple[Coverage, ...]
@@ -577,17 +552,13 @@ class ValueScores:
 
 
 def score(
-    prediction: Prediction,
-    targets: Tensor | None = None,
-    *,
-    num_bins: int = 15,
-    levels: Sequence[float] = _LEVELS,
+    prediction: Prediction, targets: Tensor | None = None, *, num_bins: int = 15, levels: Sequence[float] = _LEVELS
 ) -> ClassScores | ValueScores:
     """All scores of a prediction: `ClassScores` or `ValueScores`, depending on its likelihood.
 
-    In regression with known noise (`GaussianNLL`), intervals are for new targets, noise included: of the mixture of the draws
-    with raw=True, otherwise of a Gaussian with the predictive mean and total variance. With unknown noise they are for the
-    mean values. Log likelihoods are reported for both distributions; compare models by that of the mixture.
+    In regression with known noise (`GaussianNLL`), intervals are for new targets, noise included: of the mixture of the
+    draws with raw=True, otherwise of a Gaussian with the predictive mean and total variance. With unknown noise they
+    are for the mean values. Log likelihoods are reported for both distributions; compare models by that of the mixture.
 
     Args:
         prediction: from `posterior.predict`.
@@ -612,8 +583,8 @@ def _score_classes(prediction: Prediction, targets: Tensor, num_bins: int) -> Cl
             raise ValueError(f"probabilities {tuple(p.shape)} need labels of the same shape, got {tuple(targets.shape)}.")
     elif targets.shape == p.shape:
         raise ValueError(
-            f"labels must be class numbers of shape {(len(p), *p.shape[2:])}, got {tuple(targets.shape)}: for one-hot targets, "
-            "pass targets.argmax(1)."
+            f"labels must be class numbers of shape {(len(p), *p.shape[2:])}, got {tuple(targets.shape)}: for one-hot "
+            "targets, pass targets.argmax(1)."
         )
     given = _Classes(p, targets)
     confidence = torch.maximum(given.p, 1 - given.p) if given.is_binary else given.p.amax(1)  # of the chosen class
@@ -640,8 +611,8 @@ def _score_values(prediction: Prediction, targets: Tensor, levels: Sequence[floa
     mean = prediction.mean.double()
     if targets.shape != mean.shape:
         raise ValueError(
-            f"predictions {tuple(mean.shape)} need targets of the same shape, got {tuple(targets.shape)}. For one target, "
-            "targets[:, None] has the shape (examples, 1)."
+            f"predictions {tuple(mean.shape)} need targets of the same shape, got {tuple(targets.shape)}. For one "
+            "target, targets[:, None] has the shape (examples, 1)."
         )
     y = targets.detach().cpu().double()
     for name, x in (("prediction", mean), ("target", y)):
@@ -667,13 +638,13 @@ def _score_values(prediction: Prediction, targets: Tensor, levels: Sequence[floa
         tuple(Coverage(level, *_share(((2 * place - 1).abs() <= level).double())) for level in levels),
         True,
         "new targets, noise included: "
-        + ("mixture of the draws" if is_mixture else "Gaussian with the predictive mean and variance (raw=True: the mixture)"),
+        + ("mixture of the draws" if is_mixture else "Gaussian with the predictive mean and variance (mixture: raw=True)"),
         is_mixture,
     )
 
 
 def _place(prediction: Prediction, y: Tensor) -> Tensor:
-    """P(new target < y), (examples, ...), under the mixture of the draws, each with its own variance, or one Gaussian."""
+    """P(new target < y), (examples, ...), under the mixture of the draws with raw=True, otherwise one Gaussian."""
     means, variances = prediction.raw, prediction.raw_variances
     if means is None or variances is None:
         means, variances = prediction.mean[None], prediction.total_variance[None]
@@ -701,7 +672,7 @@ class OutOfDistribution:
 
 
 def compare_ood(inside: Prediction, outside: Prediction) -> OutOfDistribution:
-    """Whether the uncertainties detect out-of-distribution data: predictions for data as in training, and for other data.
+    """How well the uncertainties detect out-of-distribution data, given predictions for both kinds of data.
 
     The spread is that of the most probable class, averaged over several outputs.
     """

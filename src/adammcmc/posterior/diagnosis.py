@@ -29,7 +29,10 @@ class Diagnosis:
     def __init__(self, draws: Draws) -> None:
         self._draws, self._manifest = draws, draws.store.manifest
         self._states = chain_states(draws.store, draws.chains)
-        self._has_potential = all(state.has_potential for state in self._states.values())
+
+    @property
+    def _has_potential(self) -> bool:
+        return all(state.has_potential for state in self._states.values())
 
     def health(self) -> dict[int, Health]:
         """The self-tests of each chain since burn-in; a chain whose checkpoints are lost has none."""
@@ -69,7 +72,7 @@ class Diagnosis:
         return f", about {known[name]:,.0f} effective ({name})"
 
     def _one_target(self) -> Compared | None:
-        """The draws that can be compared; None for a scan, whose chains have targets of their own, and without draws."""
+        """The draws to compare; None without draws, and for a scan, whose chains have different targets."""
         compared = self._draws.compared(self._draws.made)
         return compared if len(compared.chains) == 1 or (compared.chains and not self._draws.scanned) else None
 
@@ -79,30 +82,21 @@ class Diagnosis:
         return starts is None or len({starts[c] for c in chains}) == 1
 
     def summary(self, target: str, model: nn.Module, predict: Values | None) -> Summary:
-        """The summary of the chains.
-
-        Args:
-            target: in one line.
-            model: whose layers are shown.
-            predict: the predictions to compare; None without inputs.
-        """
+        """The summary of the chains, with the layers of `model` and the predictions to compare (None: no inputs)."""
         draws, made = self._draws, self._draws.made
         compared = draws.compared(made)
         chains, notes = compared.chains, compared.notes
-        why = "" if self._has_potential else "estimated on batches: mostly noise"
-        series = [
-            Series(name, "loss", compared.column(column), self._has_potential, why)
-            for name, column in (("loss", "loss"), ("U", "potential"))
-            if chains
-        ]
+        why_not = "" if self._has_potential else "estimated on batches: mostly noise"
+        columns = {"loss": "loss", "U": "potential"} if chains else {}
+        series = [Series(name, "loss", compared.column(column), why_not) for name, column in columns.items()]
         probes = compared.probes()
         is_cut = 2 * len(draws.records) < len(made)  # keep=k: the weights of the last draws only
         if probes is not None and (predict is None or is_cut):
             series.append(Series(_PROBE, "outputs", probes))
         if draws.records:
             if predict is not None:
-                why = "the last draws only" if probes is not None and is_cut else ""
-                series.append(Series("predictions", "outputs", predict(chains), not why, why))
+                why_not = "the last draws only" if probes is not None and is_cut else ""
+                series.append(Series("predictions", "outputs", predict(chains), why_not))
             series += layer_series(draws, model, chains)
         if not draws.records:
             notes.append("no draws were kept to predict with")
@@ -127,7 +121,7 @@ class Diagnosis:
         )
 
     def _costs(self, chains: Sequence[int]) -> tuple[float, float]:
-        """Seconds and gradients of these chains since burn-in; NaN for a slice, and if an older version did not record them."""
+        """Seconds and gradients of these chains since burn-in; NaN for a slice, and if they were not recorded."""
         if self._draws.is_slice:
             return math.nan, math.nan
         rows = self._draws.by_chain()
@@ -143,8 +137,8 @@ def layer_series(draws: Draws, model: nn.Module, chains: Sequence[int]) -> list[
     compared = draws.compared(draws.records, chains)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     values = probe_layers(map(draws.store.load, compared.records), names).reshape(len(chains), len(compared.rows[0]), -1, 2)
-    why = "weights: not judged"
-    return [Series(f"layer {name}", "layer", values[:, :, i], False, why) for i, name in enumerate(layers_of(names))]
+    layers = enumerate(layers_of(names))
+    return [Series(f"layer {name}", "layer", values[:, :, i], "weights: not judged") for i, name in layers]
 
 
 def _least_ess(values: Tensor | None) -> float:

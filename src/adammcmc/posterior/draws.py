@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,15 @@ from torch import Tensor
 
 from adammcmc.posterior.store.folder import Record, Store
 
-__all__ = ["Compared", "Draws"]
+__all__ = ["Compared", "Draws", "by_chain"]
+
+
+def by_chain(records: Iterable[Record]) -> dict[int, list[Record]]:
+    """Records by chain, in the order of their first draws."""
+    rows: dict[int, list[Record]] = {}
+    for record in records:
+        rows.setdefault(record["chain"], []).append(record)
+    return rows
 
 
 class Compared(NamedTuple):
@@ -43,13 +51,7 @@ class Compared(NamedTuple):
 
 
 class Draws:
-    """A selection of the draws of a run: all of them, those of one chain, or a slice.
-
-    Args:
-        store: where the draws are.
-        records: None: all draws whose weights were kept.
-        chains: None: all chains.
-    """
+    """A selection of the draws of a run: all whose weights were kept, those of one chain, or a slice of `records`."""
 
     def __init__(self, store: Store, records: Sequence[Record] | None, chains: Sequence[int] | None) -> None:
         self.store = store
@@ -69,10 +71,7 @@ class Draws:
 
     def by_chain(self) -> dict[int, list[Record]]:
         """`made`, by chain."""
-        rows: dict[int, list[Record]] = {}
-        for record in self.made:
-            rows.setdefault(record["chain"], []).append(record)
-        return rows
+        return by_chain(self.made)
 
     def check_chain(self, chain: int) -> None:
         """Refuse a chain that is not among these."""
@@ -80,11 +79,11 @@ class Draws:
             raise ValueError(f"`chain` must be one of {', '.join(map(str, self.chains))}, got {chain}.")
 
     def compared(self, records: Sequence[Record], chains: Sequence[int] | None = None) -> Compared:
-        """Those of `records` that can be compared: of chains at least half as long as the longest, cut to one length."""
+        """The draws of chains at least half as long as the longest, cut to one length."""
         chains = self.chains if chains is None else chains
-        rows = {chain: [record for record in records if record["chain"] == chain] for chain in chains}
-        longest = max(map(len, rows.values()), default=0)
-        long = {chain: own for chain, own in rows.items() if own and 2 * len(own) >= longest}
+        rows = by_chain(records)
+        longest = max((len(rows.get(chain, [])) for chain in chains), default=0)
+        long = {chain: rows[chain] for chain in chains if chain in rows and 2 * len(rows[chain]) >= longest}
         left_out = [chain for chain in chains if chain not in long]
         notes = [f"left out, with too few draws: chain {', '.join(map(str, left_out))}"] if left_out else []
         length = min(map(len, long.values()), default=0)

@@ -43,14 +43,12 @@ class Posterior:
         >>> prediction = posterior.predict(torch.randn(7, 2))
         >>> prediction.mean.shape, prediction.spread.shape, prediction.mutual_information.shape
         (torch.Size([7, 3]), torch.Size([7, 3]), torch.Size([7]))
+        >>> posterior.summary(torch.randn(7, 2)).grade
+        'undecided'
     """
 
     def __init__(
-        self,
-        store: Store,
-        model: nn.Module,
-        records: Sequence[Record] | None = None,
-        chains: Sequence[int] | None = None,
+        self, store: Store, model: nn.Module, records: Sequence[Record] | None = None, chains: Sequence[int] | None = None
     ) -> None:
         self.store = store
         self.model = bare(model)
@@ -67,8 +65,6 @@ class Posterior:
         store = FolderStore(path)
         check_model(store.manifest["model"]["tensors"], bare(model), f"the run in '{path}'")
         return cls(store, model)
-
-    # --- the draws ----------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._draws.records)
@@ -128,8 +124,6 @@ class Posterior:
                 moments.merge(Moments(state.moments))
         return moments
 
-    # --- the run ------------------------------------------------------------------------------------------------
-
     @property
     def target(self) -> str:
         """The realised target in one line, ending in "exact" or "approximate: why"."""
@@ -142,9 +136,9 @@ class Posterior:
     def settings(self, chain: int) -> dict[str, Any]:
         """The settings of one chain as arguments of its sampler: a second run can use them without tuning.
 
-        lr (or step_size), sigma, sigma_along and inverse_temperature, as far as the sampler has them: the values after burn-in,
-        of the first parameter group. `preconditioner` is a list of tensors, one per trainable parameter. In a scan, chains
-        differ.
+        lr (or step_size), sigma, sigma_along and inverse_temperature, as far as the sampler has them: the values after
+        burn-in, of the first parameter group. `preconditioner` is a list of tensors, one per trainable parameter. In a
+        scan, chains differ.
 
         Example:
             >>> import adammcmc, functools, torch.nn.functional as F
@@ -194,8 +188,6 @@ class Posterior:
         """A line for each chain, and one on their agreement: what `print` shows below the target."""
         return Diagnosis(self._draws).verdicts()
 
-    # --- prediction ---------------------------------------------------------------------------------------------
-
     def predict(
         self,
         data: Any,
@@ -211,13 +203,13 @@ class Posterior:
         """The predictions of the draws: mean, spread, quantiles, entropies; streamed, in bounded memory.
 
         Args:
-            data: inputs as a tensor, (inputs, targets), a Dataset or a DataLoader (always in the order of the data set).
+            data: inputs as a tensor, (inputs, targets), a Dataset or a DataLoader (in the order of the data set).
             forward: a function of model and batch that returns the outputs; None: `model(inputs)`.
             likelihood: the meaning of the outputs; None: that of the loss of the run. See `Likelihood`.
             quantiles: computed besides 0.25, 0.5 and 0.75; others take another pass later.
             raw: also keep the predictions of every draw.
-            has_targets: whether the last part of a batch is the targets, which the model does not take. None: if the loss of
-                the run took targets and the batch has as many parts as those of the run.
+            has_targets: whether the last part of a batch is the targets, which the model does not take. None: if the
+                loss of the run took targets and the batch has as many parts as those of the run.
             batch_size: examples times draws in one forward; None: by the size of the network.
             progress: show a bar if standard error is a terminal.
         """
@@ -237,8 +229,8 @@ class Posterior:
                 last_is_targets = bool(manifest["has_targets"]) and len(batch) == int(manifest["num_parts"])
                 if forward is None and len(batch) > 1 and not manifest["has_targets"]:
                     raise ValueError(
-                        "the loss of the run was a function of model and batch, which does not show which parts of a batch the "
-                        "model takes. Pass the inputs alone, or has_targets, or `forward`, a function of model and batch."
+                        "the loss of the run was a function of model and batch: it is unknown which parts of a batch "
+                        "the model takes. Pass the inputs alone, `has_targets`, or a `forward` of model and batch."
                     )
             return (list(batch[:-1]), batch[-1]) if last_is_targets else (list(batch), None)
 
@@ -270,23 +262,13 @@ class Posterior:
         """
         return score(self.predict(data, **options), num_bins=num_bins)
 
-    # --- diagnostics --------------------------------------------------------------------------------------------
-
     def summary(self, inputs: Any = None, **options: Any) -> Summary:
         """R-hat and effective draws of loss, U, predictions and layers, with verdicts in words.
 
         Args:
-            inputs: held-out data in any form that `predict` takes, to compare the predictions of the chains: up to 200 numbers,
-                of examples evenly spread over the data.
+            inputs: held-out data in any form that `predict` takes, to compare the predictions of the chains: up to 200
+                numbers, of examples evenly spread over the data.
             options: of `predict`.
-
-        Example:
-            >>> import adammcmc, torch.nn.functional as F
-            >>> _ = torch.manual_seed(0)
-            >>> model, x = nn.Linear(2, 3), torch.randn(60, 2)
-            >>> posterior = adammcmc.sample(model, (x, x.argmax(1)), F.cross_entropy, num_draws=3, gap=5, burn_in=200)
-            >>> posterior.summary(torch.randn(7, 2)).grade
-            'undecided'
         """
         return Diagnosis(self._draws).summary(self.target, self.model, self._values(inputs, options))
 
@@ -313,9 +295,10 @@ class Posterior:
         return values.reshape(len(compared.chains), -1, values.shape[1]).double()
 
     def to_arviz(self, inputs: Any = None, *, weights: bool = False, **options: Any) -> Any:
-        """The run as ArviZ's `InferenceData`: `sample_stats` under ArviZ's names, and functions of the weights as `posterior`.
+        """The run as ArviZ's `InferenceData`.
 
-        The posterior has `layer_norm` (chain, draw, layer), and `prediction` (chain, draw, number) if `inputs` are given.
+        `sample_stats` has ArviZ's names. `posterior` has `layer_norm` (chain, draw, layer), and with `inputs`
+        `prediction` (chain, draw, number).
 
         Args:
             inputs: as in `summary`.
@@ -368,8 +351,8 @@ def check_model(tensors: dict[str, Any], model: nn.Module, what: str) -> None:
             raise StoreMismatch(f"{what} is of another model: it has no '{name}', which this {name_of_model} has.")
         if [dtype, shape] != list(tensors[name]):
             raise StoreMismatch(
-                f"{what} is of another model: its '{name}' is {tensors[name][0]} {tuple(tensors[name][1])}, this model's is "
-                f"{dtype} {tuple(shape)}."
+                f"{what} is of another model: its '{name}' is {tensors[name][0]} {tuple(tensors[name][1])}, "
+                f"this model's is {dtype} {tuple(shape)}."
             )
 
 

@@ -1,4 +1,4 @@
-"""p(y | x) over draws, streamed over examples and draws in bounded memory, with many draws in one forward where they fit.
+"""p(y | x) over draws, streamed in bounded memory, with many draws in one forward where they fit.
 
 Outer loop: chunks of examples, with all draws of a chunk in memory together (quantiles need them). Inner loop: draws.
 The model runs in evaluation mode, with each draw's own buffers. Its own weights and modes are left untouched.
@@ -54,7 +54,7 @@ Loader = Callable[[], dict[str, Tensor]]
 
 @dataclass(frozen=True, repr=False)
 class Prediction:
-    """Predictions of the draws of a posterior for some examples. Tensors are on the host, with the examples along axis 0.
+    """Predictions of the draws of a posterior. Tensors are on the host, with the examples along axis 0.
 
     The *prediction* of one draw is its class probabilities, or its mean values in regression.
     """
@@ -82,9 +82,9 @@ class Prediction:
         return f"<Prediction: {self.num_draws} draws x {tuple(self.mean.shape)}, {self.likelihood.name}>"
 
     def quantile(self, q: float) -> Tensor:
-        """Quantile of the predictions over the draws. Other q than 0.25, 0.5, 0.75 (and those requested) take another pass.
+        """Quantile of the predictions over the draws; in regression, of the mean values without target noise.
 
-        In regression this is a quantile of the mean values, without target noise.
+        Other q than 0.25, 0.5, 0.75 and those requested before take another pass.
         """
         if not isinstance(q, int | float) or not 0 <= q <= 1:
             raise ValueError(f"`q` must be one number between 0 and 1, got {q}.")
@@ -141,8 +141,8 @@ class Prediction:
             return self.expected_entropy
         if "noise" not in self._columns:
             raise ValueError(
-                "the noise of the targets is unknown: sample with the loss GaussianNLL(noise), or let the network predict it "
-                "with GaussianNLL(None)."
+                "the noise of the targets is unknown: sample with the loss GaussianNLL(noise), or let the network "
+                "predict it with GaussianNLL(None)."
             )
         return self._columns["noise"]
 
@@ -156,8 +156,8 @@ class Prediction:
     def log_density(self, targets: Tensor | None = None) -> Tensor:
         """log p(targets), (examples,), float64, of the mixture of the draws: log mean_d N(targets; mean_d, variance_d).
 
-        For regression with known noise; the outputs of an example are taken together. Targets other than those of the data
-        need raw=True.
+        For regression with known noise; the outputs of an example are taken together. Targets other than those of the
+        data need raw=True.
         """
         targets = self.targets if targets is None else targets
         if "log_density" in self._columns and self.came_with(targets):
@@ -186,8 +186,8 @@ class Prediction:
     def _check_classes(self, name: str) -> None:
         if not self.likelihood.has_classes:
             raise ValueError(
-                f"`{name}` needs class probabilities, but the outputs are interpreted as '{self.likelihood.name}'. If they are "
-                "logits, pass likelihood='categorical' (or 'bernoulli') to predict."
+                f"`{name}` needs class probabilities, but the outputs are interpreted as '{self.likelihood.name}'. If "
+                "they are logits, pass likelihood='categorical' (or 'bernoulli') to predict."
             )
 
 
@@ -204,15 +204,9 @@ def predict(
     raw: bool = False,
     progress: bool = True,
 ) -> Prediction:
-    """Predictions of all draws for all examples, summarised. Options as in `Posterior.predict`.
+    """Predictions of all draws for all examples, summarised; see `Posterior.predict`.
 
-    Args:
-        model: its weights are replaced by those of the draws, by name.
-        loaders: one for each draw.
-        data: the examples.
-        likelihood: the meaning of the outputs.
-        forward: the model's outputs for a batch.
-        targets_of: the targets of a batch, or None.
+    `loaders` has one function for each draw, and `targets_of` returns the targets of a batch, or None.
     """
     if not loaders:
         raise ValueError("there are no draws to predict with.")
@@ -303,9 +297,9 @@ def _known_variances(likelihood: Likelihood, predictions: Tensor | None) -> Tens
 
 
 class _Evaluator(nn.Module):
-    """A function of model and batch, evaluated with the tensors of draws in place of the model's own, which stay untouched.
+    """A function of model and batch, evaluated with the tensors of draws in place of the model's own.
 
-    Buffers are copied, so that what a forward writes to them is discarded.
+    The model's tensors stay untouched. Buffers are copied, so that what a forward writes to them is discarded.
     """
 
     def __init__(self, model: nn.Module, function: Forward) -> None:
@@ -324,7 +318,8 @@ class _Evaluator(nn.Module):
         number = len(next(iter(stacked.values())))
         if self.can_stack:
             try:
-                return vmap(lambda own: functional_call(self, own, (batch,)))(self._own(stacked, number))  # type: ignore[no-any-return]
+                outputs: Tensor = vmap(lambda own: functional_call(self, own, (batch,)))(self._own(stacked, number))
+                return outputs
             except (RuntimeError, ValueError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
@@ -332,7 +327,7 @@ class _Evaluator(nn.Module):
         return [self.one({name: x[i] for name, x in stacked.items()}, batch) for i in range(number)]
 
     def _own(self, tensors: Mapping[str, Tensor], number: int | None = None) -> dict[str, Tensor]:
-        """Each tensor once, also if tied, under its name in this module; the model's own buffers where a draw has none."""
+        """Each tensor once, also if tied, under its name in this module; the model's buffers where a draw has none."""
         own = {name: tensors[name] for name, _ in self.model.named_parameters() if name in tensors}
         for name, buffer in self.model.named_buffers():
             kept = tensors.get(name)
@@ -355,10 +350,10 @@ class _Evaluator(nn.Module):
 
 
 class Probe:
-    """A few predictions at a few training examples, recorded with each draw: the ESS of U alone overstates that of predictions.
+    """Up to 16 predictions at training examples, recorded with each draw: the ESS of U alone overstates theirs.
 
-    They are the predictions of `predict` if the loss takes outputs and targets, otherwise the per-example losses; at most 16
-    numbers. Weights, buffers, modes and random-number generators are left unchanged.
+    They are those of `predict` if the loss takes outputs and targets, otherwise the per-example losses. Weights,
+    buffers, modes and random-number generators are left unchanged.
     """
 
     def __init__(self, model: nn.Module, batch: Batch, examples: slice, loss: Loss, likelihood: Likelihood) -> None:
@@ -407,7 +402,7 @@ class Probe:
             with self._evaluator.evaluating():
                 yield
         finally:
-            if not torch.equal(torch.get_rng_state(), before[0]):  # the forward uses random numbers in evaluation mode too
+            if not torch.equal(torch.get_rng_state(), before[0]):  # a random forward, also in evaluation mode
                 torch.set_rng_state(before[0])
             if before[1] is not None and not torch.equal(torch.cuda.get_rng_state(device), before[1]):
                 torch.cuda.set_rng_state(before[1], device)
@@ -418,12 +413,7 @@ def _rounded(values: Tensor) -> list[float]:
 
 
 class _Draws:
-    """The tensors of the draws as the model needs them: loaded for each chunk, or cached if they are small.
-
-    Args:
-        loaders: one for each draw.
-        like: names, dtypes and devices of the tensors.
-    """
+    """The tensors of the draws, with names, dtypes and devices of `like`: loaded for each chunk, or cached if small."""
 
     def __init__(self, loaders: Sequence[Loader], like: dict[str, Tensor]) -> None:
         self._loaders, self._like = loaders, like
@@ -495,7 +485,7 @@ class _Engine:
                     raise
                 raise ValueError(
                     f"the model could not be evaluated: {str(error).rstrip('.')}. Its input was {describe_batch(one)}, "
-                    "the first example. Examples must have the form of those of the run, one per row (a single one is x[None])."
+                    "the first example. Examples must look like those of the run, one per row (for one: x[None])."
                 ) from error
         if self._batch_size is None:
             self._batch_size = max(1, min(_MOST_ROWS, _FORWARD_BYTES // max(1, sum(returned))))
@@ -539,8 +529,8 @@ def _checked(outputs: Any, rows: int) -> Tensor:
     if not isinstance(outputs, Tensor) or outputs.dim() == 0 or len(outputs) != rows:
         what = f"a tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
         raise TypeError(
-            f"the model must return one tensor with one row for each of the {rows} examples, got {what}. Pass `forward`, a "
-            "function of model and batch that returns the outputs."
+            f"the model must return one tensor with one row for each of the {rows} examples, got {what}. Pass "
+            "`forward`, a function of model and batch that returns the outputs."
         )
     return outputs if outputs.is_floating_point() else outputs.float()
 

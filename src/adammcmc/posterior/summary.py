@@ -1,8 +1,8 @@
 """R-hat and effective draws of a run in one table, and the verdict in words.
 
-The rows are the loss, U, function values at inputs of the user's choice, and each layer: its length, and its weights along a
-fixed random direction. Single weights have no row: chains may agree in all predictions while their neurons are permuted.
-Function values decide the verdict; layers are shown but never judged.
+The rows are the loss, U, function values at inputs of the user's choice, and each layer: its length, and its weights
+along a fixed random direction. Single weights have no row: chains may agree in all predictions while their neurons are
+permuted. Function values decide the verdict; layers are shown but never judged.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _FEW_EXAMPLES = 5.0
 _MOST_LAYERS = 12  # that are printed
 
 ONE_START = (
-    "all chains started at the same weights: agreement of chains from one start cannot reveal another mode; start them from "
-    "different trained networks (`initial=` of `sample`)"
+    "all chains started at the same weights: agreement of chains from one start cannot reveal another mode; start them "
+    "from different trained networks (`initial=` of `sample`)"
 )
 
 
@@ -45,9 +45,12 @@ class Series:
     kind: Literal["loss", "outputs", "layer"]
     values: Tensor
     """(chains, draws) or (chains, draws, numbers)"""
-    is_judged: bool = True
-    """Whether it enters the verdict; if not, `why` is the reason."""
-    why: str = ""
+    why_not: str = ""
+    """Why it does not enter the verdict; empty: it does."""
+
+    @property
+    def is_judged(self) -> bool:
+        return not self.why_not
 
 
 @dataclass(frozen=True)
@@ -176,9 +179,6 @@ def _table(rows: Sequence[Row]) -> list[str]:
     return [*map(aligned, cells if rows else []), *more]
 
 
-# --- the verdict ------------------------------------------------------------------------------------------------------
-
-
 def summarize(
     target: str,
     chains: Sequence[int],
@@ -193,20 +193,10 @@ def summarize(
     one_start: bool = False,
     notes: Sequence[str] = (),
 ) -> Summary:
-    """Rows and findings of the chains whose numbers are in `series`.
+    """Rows and findings of the `chains` whose numbers are in `series`; see `Summary`.
 
-    Args:
-        target: in one line.
-        chains: numbers of the chains in `series`.
-        series: the quantities to compare.
-        health: of each chain.
-        temperatures: known inverse temperatures, by chain.
-        num_data: size of the training data.
-        seconds: wall time of the draws.
-        num_gradients: gradients of the draws.
-        differ_in: settings in which the chains of a scan differ; each is then judged alone.
-        one_start: whether all chains started at the same weights.
-        notes: further remarks.
+    `temperatures` are inverse ones. With `differ_in`, the settings in which the chains of a scan differ, each chain is
+    judged alone.
     """
     num_draws = max((s.values.shape[1] for s in series), default=0)  # some series may have fewer
     rows = tuple(_row(s, alone=bool(differ_in)) for s in series)
@@ -239,7 +229,7 @@ def _row(series: Series, *, alone: bool) -> Row:
     limits = chance.clamp(_MIXED, _NEARLY_MIXED)
     worst = int(ratios.nan_to_num(nan=0.0).amax(0).argmax())
     ess = -_largest(-bulk), -_largest(-tail)
-    verdict = series.why
+    verdict = series.why_not
     if series.is_judged:
         # "chains disagree" needs enough effective draws of each chain; far apart, that many draws suffice
         is_sure = (own_ess.amin(0) >= _FEW_DRAWS) | ((ratios > _FAR_APART) & (values.shape[1] >= _FEW_DRAWS))
@@ -290,8 +280,8 @@ def _of_temperatures(temperatures: Mapping[int, float], num_data: int) -> list[F
     value = min(low.values())
     says = (
         f"{_prefix(list(low), len(temperatures))}the data have almost no influence: with lambda = {value:.3g}, all "
-        f"{num_data:,} examples together weigh as much as {value * num_data:.2g} in Bayes' rule (lambda multiplies the sum "
-        "over the data; 1 is Bayes)"
+        f"{num_data:,} examples together weigh as much as {value * num_data:.2g} in Bayes' rule (lambda multiplies the "
+        "sum over the data; 1 is Bayes)"
     )
     return [Finding("no influence", says)]
 
@@ -311,7 +301,7 @@ def _of_series(
         found.append(Finding("not finite", f"numbers that are not finite in {', '.join(broken)}"))
     moving = [(s, row) for s, row in judged if not math.isnan(row.ess_bulk)]
     if not moving and not still:
-        says = "cannot tell whether the chains converged: U was estimated on batches; pass `inputs` to compare predictions"
+        says = "cannot tell about convergence: U was estimated on batches; pass `inputs` to compare predictions"
         found.append(Finding("cannot tell", says))
     if short := [row.name for _, row in judged if row.verdict == "too few draws"]:
         found.append(Finding("cannot tell", f"cannot tell yet for {', '.join(short)}: too few draws were kept"))
@@ -361,9 +351,6 @@ def _numbered(chains: Sequence[int], number: int) -> str:
 
 def _prefix(chains: Sequence[int], number: int) -> str:
     return "" if number == 1 else f"{_numbered(chains, number)}: "
-
-
-# --- layers -----------------------------------------------------------------------------------------------------------
 
 
 def layers_of(names: Iterable[str]) -> dict[str, list[str]]:

@@ -66,7 +66,7 @@ class Drawing:
         return '<?xml version="1.0" encoding="utf-8"?>\n' + re.sub(r"(<svg[^>]*>)", rf"\1{style}", self.svg, count=1)
 
 
-def draw(name: str, title: str, paint: Callable[[Axes], str], *, width: float = 7.2, height: float = 3.2) -> Drawing:
+def draw(name: str, title: str, paint: Callable[[Axes], str], width: float, height: float) -> Drawing:
     """A figure that `paint` draws on its axes; `paint` returns what the figure shows, in words."""
     import matplotlib as mpl
     from matplotlib.figure import Figure

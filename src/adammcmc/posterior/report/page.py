@@ -1,11 +1,11 @@
-"""The page of a report: the verdict first, then a section for each question. Table columns are in `posterior/columns.py`."""
+"""The page of a report: the verdict first, then a section for each question. `columns.py` has the columns."""
 
 from __future__ import annotations
 
 import importlib.resources
 import math
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +16,16 @@ from torch import Tensor
 
 from adammcmc.posterior.calibration import ClassScores, ValueScores, score, uncertainties
 from adammcmc.posterior.columns import AGREEMENT, KEY_NUMBERS, SELF_TESTS
-from adammcmc.posterior.report import figures
+from adammcmc.posterior.draws import by_chain
 from adammcmc.posterior.report.drawing import THEME, Drawing
+from adammcmc.posterior.report.figures import FIGURES, Array, figure
 from adammcmc.posterior.store.whole import write_whole
 from adammcmc.target.data import Data
 
 if TYPE_CHECKING:
     from adammcmc.posterior.posterior import Posterior
     from adammcmc.posterior.predictive import Prediction
+    from adammcmc.posterior.store.folder import Record
     from adammcmc.posterior.summary import Summary
     from adammcmc.samplers.health import Health
 
@@ -67,8 +69,8 @@ def write_report(
     Args:
         posterior: the draws.
         path: of the page; the folder of the figures is named after it, with `_figures` in place of the suffix.
-        data: held-out inputs, or (inputs, targets), as `posterior.predict` takes them. Without them the page compares no
-            predictions of the chains on new data, and has no scores.
+        data: held-out inputs, or (inputs, targets), as `posterior.predict` takes them. Without them the page compares
+            no predictions of the chains on new data, and has no scores.
         names: of the examples, for the table of the most uncertain ones.
         title: of the page.
         progress: as in `predict`.
@@ -97,11 +99,10 @@ def write_report(
         raise ValueError(f"'{folder}' must be a plain folder, or not exist yet: it is for the figures of the report.")
     folder.mkdir(exist_ok=True)
     drawings = {drawing.name: drawing.file for section in sections for drawing in section.drawings}
-    assert drawings.keys() <= set(figures.NAMES)
     for name, file in drawings.items():
         write_whole(folder / f"{name}.svg", file)
     write_whole(path, page)
-    for name in set(figures.NAMES) - drawings.keys():  # left over from an earlier report
+    for name in FIGURES.keys() - drawings.keys():  # left over from an earlier report
         (folder / f"{name}.svg").unlink(missing_ok=True)
     return path
 
@@ -147,9 +148,6 @@ def _typeset(cell: str) -> str:
     return "–" if cell == "-" else cell.replace("+-", "±")
 
 
-# --- the chains -------------------------------------------------------------------------------------------------------
-
-
 def _key_numbers(summary: Summary) -> Section:
     numbers = [(name, _typeset(cell(summary))) for name, cell in KEY_NUMBERS.items()]
     return Section("numbers", "Key numbers", list(map(_sentence, summary.notes)), numbers)
@@ -157,32 +155,27 @@ def _key_numbers(summary: Summary) -> Section:
 
 def _traces(posterior: Posterior) -> Section:
     drawings = []
-    for name, label, title in (
-        ("potential", "U", "U, minus the log density of the target, at the draws"),
-        ("loss", "mean loss", "Mean loss of the batch at the draws"),
-    ):
-        steps, values = _by_chain(posterior.made, name)
+    for name, label in (("potential", "U"), ("loss", "mean loss")):
+        steps, values = _columns(posterior.made, name)
         if any(numpy.isfinite(y).any() for y in values.values()):
-            drawings.append(figures.trace(name, title, label, steps, values))
-    steps, accepted = _by_chain(posterior.made, "num_accepted")
+            drawings.append(figure(name, label, steps, values))
+    steps, accepted = _columns(posterior.made, "num_accepted")
     rates = {chain: y / numpy.maximum(1.0, _gaps(steps[chain])) for chain, y in accepted.items()}
     if rates:
-        drawings.append(figures.acceptance(steps, rates))
-    text = "A converged chain fluctuates around one level. A trend, or chains at different levels, shows lack of convergence."
+        drawings.append(figure("acceptance", steps, rates))
+    text = "A converged chain fluctuates around one level: a trend, or chains at different levels, is a warning."
     return Section("chains", "Traces", [text], drawings=drawings)
 
 
-def _by_chain(index: Sequence[Mapping[str, Any]], name: str) -> tuple[dict[int, figures.Array], dict[int, figures.Array]]:
+def _columns(index: Sequence[Record], name: str) -> tuple[dict[int, Array], dict[int, Array]]:
     """Steps and values of each chain; an unknown value is NaN."""
-    rows: dict[int, list[Mapping[str, Any]]] = {}
-    for record in index:
-        rows.setdefault(record["chain"], []).append(record)
+    rows = by_chain(index)
     steps = {chain: numpy.array([float(r["step"]) for r in own]) for chain, own in rows.items()}
     values = {c: numpy.array([math.nan if r.get(name) is None else float(r[name]) for r in own]) for c, own in rows.items()}
     return steps, values
 
 
-def _gaps(steps: figures.Array) -> figures.Array:
+def _gaps(steps: Array) -> Array:
     """Steps between each draw and the previous one."""
     gaps = numpy.diff(steps)
     return numpy.concatenate([gaps[:1] if len(gaps) else [1.0], gaps])
@@ -194,9 +187,9 @@ def _self_tests(posterior: Posterior, health: Sequence[Health]) -> Section:
         for chain, h in zip(posterior.chain_numbers, health, strict=False)
     ]
     text = (
-        "An exact chain at equilibrium accepts with rate 2 P(Y > 0) and has configurational temperature 1. The loss has "
-        "influence if lambda times its change over a proposal varies by about 1. Noise of Y heats a plain minibatch test by "
-        "1 / beta_eff. A dash means not valid, or unknown, for this kernel."
+        "An exact chain at equilibrium accepts with rate 2 P(Y > 0) and has configurational temperature 1. The loss "
+        "has influence if lambda times its change over a proposal varies by about 1. Noise of Y heats a plain "
+        "minibatch test by 1 / beta_eff. A dash means not valid, or unknown, for this kernel."
     )
     table = Table("Self-tests of each chain since burn-in", ["chain", *SELF_TESTS], rows)
     return Section("self-tests", "Self-tests", [text], tables=[table])
@@ -205,16 +198,13 @@ def _self_tests(posterior: Posterior, health: Sequence[Health]) -> Section:
 def _agreement(summary: Summary) -> Section:
     rows = [[_typeset(cell(row)) for cell in AGREEMENT.values()] for row in summary.rows]
     text = (
-        "R-hat compares chains and halves of chains: above 1.01, and above what chance explains for this number of draws, they "
-        "have not mixed. ESS is the effective number of independent draws, for means (bulk) and for quantiles (tail). "
-        "Predictions decide the verdict. The weights of layers are shown but not judged: chains may agree in all predictions "
-        "while their neurons are permuted."
+        "R-hat compares chains and halves of chains: above 1.01, and above what chance explains for this number of "
+        "draws, they have not mixed. ESS is the effective number of independent draws, for means (bulk) and for "
+        "quantiles (tail). Predictions decide the verdict. The weights of layers are shown but not judged: chains may "
+        "agree in all predictions while their neurons are permuted."
     )
     table = Table("R-hat and effective draws", list(AGREEMENT), rows)
     return Section("agreement", "Do the chains agree?", [text], tables=[table])
-
-
-# --- the predictions --------------------------------------------------------------------------------------------------
 
 
 def _predictions(prediction: Prediction, names: Sequence[str] | None) -> list[Section]:
@@ -237,24 +227,19 @@ def _predictions(prediction: Prediction, names: Sequence[str] | None) -> list[Se
     values = known["spread"].double().numpy()
     right = None if is_right is None else is_right.numpy()
     groups = {"all": values} if right is None else {"right": values[right], "wrong": values[~right]}
-    drawing = figures.spreads("spread (75% - 25% quantile over the draws)", groups)
     table = _most_uncertain(prediction, known, is_right, names)
-    return [*sections, Section("uncertainty", "How uncertain are they?", drawings=[drawing], tables=[table])]
+    drawings = [figure("spread", groups)]
+    return [*sections, Section("uncertainty", "How uncertain are they?", drawings=drawings, tables=[table])]
 
 
 def _calibration(prediction: Prediction, scores: ClassScores | ValueScores) -> list[Drawing]:
     if isinstance(scores, ValueScores):
-        levels, shares, errors = (numpy.array(x) for x in zip(*scores.coverage, strict=True))
-        return [figures.coverage(levels, shares, errors)]
+        return [figure("coverage", *(numpy.array(x) for x in zip(*scores.coverage, strict=True)))]
     curve = scores.reliability
-    some = curve.counts > 0
-    confidence, frequency, bars, counts = (
-        x[some].double().numpy() for x in (curve.confidence, curve.frequency, curve.error, curve.counts)
-    )
-    return [
-        figures.reliability(confidence, frequency, bars, counts, scores.ece.value, is_binary=prediction.is_binary),
-        figures.risk({name: (c.coverage.numpy(), c.risk.numpy()) for name, c in scores.selective.items()}),
-    ]
+    columns = (curve.confidence, curve.frequency, curve.error, curve.counts)
+    bins = (x[curve.counts > 0].double().numpy() for x in columns)
+    risks = {name: (c.coverage.numpy(), c.risk.numpy()) for name, c in scores.selective.items()}
+    return [figure("reliability", *bins, prediction.is_binary), figure("risk", risks)]
 
 
 def _most_uncertain(
@@ -281,9 +266,6 @@ def _most_uncertain(
 def _short(x: Tensor) -> str:
     values = x.flatten().tolist()
     return ", ".join(f"{v:.4g}" for v in values[:4]) + (", ..." if len(values) > 4 else "")
-
-
-# --- the settings -----------------------------------------------------------------------------------------------------
 
 
 def _settings(posterior: Posterior) -> Section:

@@ -28,8 +28,8 @@ def check_fits(size: int, what: str) -> None:
 def read_npz(path: Path, choose: Callable[[list[str]], Sequence[str]]) -> list[tuple[str, Array]]:
     """The arrays of an archive that `choose` selects from all names, each with its name.
 
-    An archive of 2 MB may expand to 2 GiB, and the header of an array may claim any shape: both are read first, and must
-    agree.
+    An archive of 2 MB may expand to 2 GiB, and the header of an array may claim any shape: both are read first, and
+    must agree.
     """
     with zipfile.ZipFile(path) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
@@ -61,9 +61,6 @@ def _header(member: Any, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     if dtype.hasobject:
         raise ValueError(f"array '{name}' holds Python objects, which are not read.")
     return shape, dtype
-
-
-# --- free memory ------------------------------------------------------------------------------------------------------
 
 
 def free_memory(root: Path = Path("/")) -> int | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 
@@ -65,8 +65,8 @@ def check_run(path: str | Path, *, repair: bool = False) -> Check:
 
     Args:
         path: the folder of the run.
-        repair: rebuild the index from its good lines and from the draws; rename damaged draws and checkpoints (nothing is
-            deleted); fall back on the previous checkpoint. Takes the lock: no process may be writing to the run.
+        repair: rebuild the index from its good lines and from the draws; rename damaged draws and checkpoints (nothing
+            is deleted); fall back on the previous checkpoint. Takes the lock: no process may be writing to the run.
 
     Raises:
         StoreMismatch: the folder holds no run, or one of a newer version.
@@ -101,12 +101,12 @@ class _Folder(FolderStore):
         """Read everything and collect the problems."""
         self.problems, self.num_usable, self._verified = [], 0, set()
         folders, number = self._chain_folders(), self.manifest["configuration"]["num_chains"]
-        self.problems += [f"'{f}': run.json says num_chains = {number}." for chain, f in folders.items() if chain >= number]
+        self.problems += [f"'{f}': run.json has num_chains = {number}." for c, f in folders.items() if c >= number]
         chains = [chain for chain in folders if chain < number]
-        keys: list[int | None] = [None] if self.is_stacked else list(chains)
-        pairs = {key: self.checkpoints(key) for key in keys}
         # before the index: a run that is being written may be ahead of its checkpoint, never behind
-        states = {key: [self._try_checkpoint(pair, file) for file in pair.files] for key, pair in pairs.items()}
+        keys = self._keys(chains)
+        pairs = {key: self.checkpoints(key) for key in keys}
+        counts = {key: [self._try_checkpoint(pair, file) for file in pair.files] for key, pair in pairs.items()}
         self._lines = {chain: self._try_chain(chain) for chain in chains}
         self._index = {chain: lines.records for chain, lines in self._lines.items()}
         self.problems += [f"'{self.path / name}' is missing." for name in self.missing_chains()]
@@ -114,31 +114,33 @@ class _Folder(FolderStore):
         self._bad = {key: words for record in self.kept() for key, words in self._try_draw(record)}
         self.problems += self._bad.values()
         self.num_usable = len(self.kept()) - len(self._bad)
-        for key, found in states.items():
-            counts = [self.num_draws(chain) for chain in (chains if key is None else [key])]
-            self._compare(key, found, min(counts, default=0))
+        for key, chains in keys.items():
+            self._compare(key, counts[key], min(map(self.num_draws, chains), default=0))
 
-    def _compare(self, key: int | None, states: list[dict[str, Any] | None], num_draws: int) -> None:
-        """Compare checkpoints with the index."""
-        name = "the run" if key is None else f"chain {key}"
-        ahead = [state for state in states if state is not None and state["num_draws"] > num_draws]
-        if states[0] is None and states[1] is not None:
+    def _keys(self, chains: Iterable[int]) -> dict[int | None, list[int]]:
+        """The chains of each checkpoint: one for all chains of a stack (None), otherwise one for each."""
+        return {None: list(chains)} if self.is_stacked else {chain: [chain] for chain in chains}
+
+    def _compare(self, key: int | None, counts: list[int | None], num_draws: int) -> None:
+        """Compare the draws of the two checkpoints (None: missing or damaged) with those of the index."""
+        name, (newest, previous) = "the run" if key is None else f"chain {key}", counts
+        if newest is None and previous is not None:
             self.problems.append(f"the newest checkpoint of {name} is missing or damaged; the previous one is intact.")
-        if states[0] is not None and states[0]["num_draws"] < num_draws - 1:  # (a run that is being written is one behind)
-            self.problems.append(f"the checkpoint of {name} is of draw {states[0]['num_draws']}, the index has {num_draws}.")
-        if states[0] is not None and states[0] in ahead:
-            self.problems.append(f"the index of {name} has {num_draws} draws, its checkpoint {states[0]['num_draws']}.")
-        if not [state for state in states if state is not None and state not in ahead]:
+        if newest is not None and newest < num_draws - 1:  # (a run that is being written is one behind)
+            self.problems.append(f"the checkpoint of {name} is of draw {newest}, the index has {num_draws}.")
+        if newest is not None and newest > num_draws:
+            self.problems.append(f"the index of {name} has {num_draws} draws, its checkpoint {newest}.")
+        if not any(count is not None and count <= num_draws for count in counts):
             self.problems.append(f"{name} cannot be resumed: it has no intact checkpoint that fits the index.")
 
-    def _try_checkpoint(self, pair: Checkpoints, file: Path) -> dict[str, Any] | None:
-        """Its number of draws, if it is intact."""
+    def _try_checkpoint(self, pair: Checkpoints, file: Path) -> int | None:
+        """The number of draws of a checkpoint; None if it is missing or damaged."""
         try:
             state = pair.read(file)
         except StoreCorrupt as error:
             self.problems.append(str(error))
             return None
-        return None if state is None else {"file": str(file), "num_draws": state["num_draws"]}
+        return None if state is None else int(state["num_draws"])
 
     def _try_chain(self, chain: int) -> Lines:
         try:
@@ -158,8 +160,6 @@ class _Folder(FolderStore):
             return []
         return [] if words is None else [((record["chain"], record["draw"]), f"{words}.")]
 
-    # --- repair -------------------------------------------------------------------------------------------------
-
     def repair(self) -> list[str]:
         """Repair what can be repaired; returns what was done."""
         done: list[str] = []
@@ -173,9 +173,8 @@ class _Folder(FolderStore):
                     set_aside(index)
                 self.write_index(chain, records)
                 done.append(f"the index of chain {chain} has {len(records)} draws.")
-        keys: list[int | None] = [None] if self.is_stacked else list(self._lines)
-        for key in keys:
-            done += self._repair_checkpoints(key, list(self._lines) if key is None else [key])
+        for key, chains in self._keys(self._lines).items():
+            done += self._repair_checkpoints(key, chains)
         return done
 
     def _rebuilt(self, chain: int) -> list[Record]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import errno
+import itertools
 import json
 import math
 import os
@@ -238,20 +239,19 @@ class HostCopies:
 
     def __call__(self, tree: Any) -> Any:
         """All tensors of the tree, copied, with one synchronization."""
-        leaves, structure = _pytree.tree_flatten(tree)
-        count, device = 0, None
-        for i, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):
-                continue
-            if leaf.device.type == "cpu":
-                leaves[i] = leaf.detach().clone()
-                continue
-            device = leaf.device
-            leaves[i] = self._buffer(count, leaf).copy_(leaf.detach(), non_blocking=True)
-            count += 1
-        if device is not None and device.type == "cuda":
+        number, device = itertools.count(), torch.device("cpu")
+
+        def copy(x: Tensor) -> Tensor:
+            nonlocal device
+            if x.device.type == "cpu":
+                return x.detach().clone()
+            device = x.device
+            return self._buffer(next(number), x).copy_(x.detach(), non_blocking=True)
+
+        copies = _pytree.tree_map_only(Tensor, copy, tree)
+        if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        return _pytree.tree_unflatten(leaves, structure)
+        return copies
 
     def _buffer(self, number: int, like: Tensor) -> Tensor:
         if number == len(self._buffers):

@@ -1,8 +1,8 @@
 """The JSON of a run folder, read without trust: `run.json` and the lines of the index.
 
-Since format 2 both have checksums: `run.json` in its entry "crc32" (of its text without that entry, keys sorted, no spaces),
-a line of the index in its last entry, "line_crc32" (of the line without it). An error is a `StoreCorrupt` or, for a line, a
-ValueError with the reason.
+Since format 2 both have checksums: `run.json` in its entry "crc32" (of its text without that entry, keys sorted, no
+spaces), a line of the index in its last entry, "line_crc32" (of the line without it). An error is a `StoreCorrupt` or,
+for a line, a ValueError with the reason.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ def load_json(text: bytes | str) -> Any:
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
-
-# --- what values must be ----------------------------------------------------------------------------------------------
 
 Check = Callable[[Any], bool]
 
@@ -134,9 +132,6 @@ def _check_entries(found: dict[str, Any], checks: dict[str, Check], required: Co
             raise ValueError(f"has no '{name}'{where}")
 
 
-# --- run.json ---------------------------------------------------------------------------------------------------------
-
-
 def manifest_text(manifest: dict[str, Any]) -> bytes:
     """The content of `run.json`, with its checksum unless the run has format 1."""
     content = {"what": "a run of adammcmc", "format": FORMAT, **{k: v for k, v in manifest.items() if k != "crc32"}}
@@ -203,9 +198,6 @@ def _manifest_crc(manifest: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
-# --- the index --------------------------------------------------------------------------------------------------------
-
-
 class Lines(NamedTuple):
     """The intact part of an index."""
 
@@ -230,14 +222,7 @@ def line_of(record: Record, *, is_sealed: bool) -> bytes:
 
 
 def read_lines(file: Path, chain: int, *, is_sealed: bool, has_files: bool) -> Lines:
-    """The index of a chain up to its first bad line.
-
-    Args:
-        file: the index.
-        chain: its chain.
-        is_sealed: whether its lines have checksums.
-        has_files: whether draws have files.
-    """
+    """The index of a chain up to its first bad line; sealed lines have checksums, and draws may have files."""
     records: list[Record] = []
     try:
         descriptor = open_plain(file)

@@ -74,19 +74,18 @@ def make_folder(folder: Path) -> None:
 
 
 def open_plain(path: Path, flags: int = os.O_RDONLY, *, may_be_link: bool = False) -> int:
-    """A descriptor of a plain file. Anything else raises `NotPlain` without blocking, also a link unless `may_be_link`."""
+    """A descriptor of a plain file. Anything else raises `NotPlain` without blocking; so does a link unless allowed."""
     if may_be_link:
         path = path.resolve()
     try:
         descriptor = os.open(path, flags | _CAREFULLY, 0o666)
     except OSError as error:
-        kind = _kind_of(path)
-        if kind is None:
-            raise
-        raise NotPlain(error.errno, f"'{path}' is {kind}, and must be a plain file") from error
+        _refuse_other_kinds(path, error)
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NotPlain(errno.EINVAL, f"'{path}' is {_kind_of(path) or 'something else'}, and must be a plain file")
+        _refuse_other_kinds(path)
+        raise NotPlain(errno.EINVAL, f"'{path}' is not a plain file")
     return descriptor
 
 
@@ -95,20 +94,21 @@ def open_new(path: Path) -> int:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        if (kind := _kind_of(path)) is None:
-            raise
-        raise NotPlain(error.errno, f"'{path}' is {kind}, and must be a plain file") from error
+        _refuse_other_kinds(path, error)
+        raise
     return open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
 
-def _kind_of(path: Path) -> str | None:
-    """The kind of file in words, unless it is a plain one."""
+def _refuse_other_kinds(path: Path, error: OSError | None = None) -> None:
+    """Raise a `NotPlain` that names the kind of file, unless it is a plain one."""
     try:
         mode = path.lstat().st_mode
     except OSError:
-        return None
-    kinds = {stat.S_ISLNK: "a symbolic link", stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe"}
-    return next((words for test, words in kinds.items() if test(mode)), None if stat.S_ISREG(mode) else "a device or socket")
+        return
+    kinds = {stat.S_ISREG: "", stat.S_ISLNK: "a symbolic link", stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe"}
+    if kind := next((words for test, words in kinds.items() if test(mode)), "a device or socket"):
+        number = errno.EINVAL if error is None else error.errno
+        raise NotPlain(number, f"'{path}' is {kind}, and must be a plain file") from error
 
 
 def clear(path: Path) -> None:
