@@ -50,7 +50,8 @@ def draw_idea() -> None:
         panel.plot(*theta.T, "o", color="black", markersize=7)
         panel.text(-2.1, 1.95, r"$\theta$", fontsize=15, ha="right")
         panel.text(-1.05, 1.3, r"$-u$ (Adam)", fontsize=11)
-        panel.set_title(f"{title}\nq(reverse) / q(forward) = {back:.2g} (median), accepted {float(rate.mean()):.0%}", fontsize=11)
+        numbers = f"q(reverse) / q(forward) = {back:.2g} (median), accepted {float(rate.mean()):.0%}"
+        panel.set_title(f"{title}\n{numbers}", fontsize=11)
         panel.set(aspect="equal", xlim=(-3.2, 2.2), ylim=(-1.6, 3.2))
         panel.set_xticks([])
         panel.set_yticks([])
@@ -118,7 +119,7 @@ def draw_tests() -> None:
         near,
     )
     box(69, 10, "Penalty(batch_size)\nBarker()\nrejects more, sd within\na few percent", near)
-    box(90, 10, "shorter steps, more data,\nor a smaller lambda;\nMinibatch() is too wide\nby beta_eff(s)^-1/2", rough)
+    box(90, 10, "shorter steps, a larger batch,\nor a smaller lambda;\nMinibatch() is too wide\nby beta_eff(s)^-1/2", rough)
     arrow((42, 49.6), (19, 43.6), "yes")
     arrow((52, 49.6), (60, 44.6), "no")
     arrow((56, 37.6), (40, 30.6), "yes")
