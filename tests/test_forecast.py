@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from adammcmc.cli.forecast import forecast
+from adammcmc.cli.forecast import forecast, format_seconds
 from adammcmc.cli.recipe import Source, prepare
-from adammcmc.cli.tables import forecast_lines, format_seconds
 
 TEXT = 'task = "sine"\n[sampler]\nstep_size = 0.001\n[run]\nnum_draws = 40\ngap = 10\n'
 
@@ -47,8 +46,9 @@ def test_a_forecast_is_near_the_truth(tmp_path: Path) -> None:
 def test_the_length_of_burn_in(changes: list[str], steps: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adammcmc.cli.forecast._ENOUGH_SECONDS", 0.0)
     recipe = prepare(Source(TEXT, tuple(changes), Path(), "a.toml"))
-    assert forecast(recipe).burn_in == steps
-    [line] = [line for line in forecast_lines(forecast(recipe), recipe, Path("runs/a")) if line.startswith("time: ")]
+    said = forecast(recipe)
+    assert said.burn_in == steps
+    [line] = [line for line in said.lines(recipe, Path("runs/a")) if line.startswith("time: ")]
     assert ("thousands of steps" in line) == (steps is None)
 
 

@@ -119,7 +119,7 @@ def test_errors_say_where_and_what_is_near() -> None:
     options = options_of(Section)
     with pytest.raises(ValueError, match=r"^\[a\] `numbr` is unknown: did you mean `number`\?$"):
         read_table("[a]", {"numbr": 1}, options)
-    with pytest.raises(ValueError, match=r"^\[a\] `zzz` is unknown to B: known are number, count, word, pair, table\.$"):
+    with pytest.raises(ValueError, match=r"^\[a\] `zzz` is unknown to B: known: number, count, word, pair, table\.$"):
         read_table("[a]", {"zzz": 1}, options, of="B")
     with pytest.raises(ValueError, match=r"^\[a\] `count` must be an integer of at least 2, got 1\.$"):
         read_table("[a]", {"count": 1}, options)
@@ -131,7 +131,7 @@ def test_errors_say_where_and_what_is_near() -> None:
 
 def test_words() -> None:
     assert nearest("FULLDATA", ["FullData", "Minibatch"]) == "did you mean `FullData`?"
-    assert nearest("a", []) == "there is nothing to say here."
+    assert nearest("a", []) == "nothing can be set here."
     assert type_words(float | list[float]) == "a number or a list of numbers"
     assert type_words(dict[str, Any]) == "a table"
     assert type_words(tuple[float, float] | None) == "a list of 2 numbers"

@@ -245,10 +245,10 @@ def test_the_named_module_is_the_one_beside_the_configuration(home: Path, monkey
 def test_a_module_with_a_name_that_is_taken_is_refused(home: Path) -> None:
     for name in ("html", "sys", "wave"):
         (home / f"{name}.py").write_text("thing = 1")
-        with pytest.raises(ValueError, match=rf"here: '.*{name}.py' has the name of a module of Python itself: rename it"):
+        with pytest.raises(ValueError, match=rf"here: '.*{name}.py' has the name of a module of Python's standard library"):
             find("here", f"{name}:thing", home)
     (home / "torch.py").write_text("thing = 1")
-    with pytest.raises(ValueError, match=r"torch.py' has the name of a module that is in use, '.*torch/__init__.py': rename"):
+    with pytest.raises(ValueError, match=r"torch.py' has the name of an imported module, '.*torch/__init__.py': rename"):
         find("here", "torch:thing", home)
 
 
@@ -334,7 +334,7 @@ def test_whole_numbers_in_files_become_what_the_loss_and_the_network_take(bits: 
         Source(BINARY.replace("LOSS", loss), ("loss.arguments={noise=1}",) * (loss == "GaussianNLL"), bits, "a.toml")
     )
     with pytest.warns(
-        UserWarning, match=r"\[data\] `train`: inputs of uint8 \(\d+ to 2\d\d\) become floats as they are, not scaled"
+        UserWarning, match=r"\[data\] `train`: inputs of uint8 \(\d+ to 2\d\d\) are converted to floating point without scaling"
     ):
         inputs, targets = recipe.train
     assert inputs.dtype == np.float32
@@ -348,7 +348,7 @@ def test_what_the_configuration_says_of_the_outputs_decides(bits: Path) -> None:
     source = Source(
         BINARY.replace("LOSS", "torch.nn.functional:soft_margin_loss"), ("loss.likelihood=bernoulli",), bits, "a.toml"
     )
-    with pytest.warns(UserWarning, match="not scaled"):
+    with pytest.warns(UserWarning, match="without scaling"):
         assert prepare(source).train[1].dtype == np.float32
 
 

@@ -224,13 +224,13 @@ class Kind(NamedTuple):
     """Mean mutual information, nats."""
     at_equal_score: float
     """Of held-out jets with the same scores."""
-    telling: Measured
+    auroc: Measured
     """Area under the ROC curve of telling these jets from the held-out ones by their mutual information; 1/2 is guessing."""
 
     def __str__(self) -> str:
         return (
             f"{self.name:<8} {self.jets:>7,} jets of {self.pt[0]:.0f}-{self.pt[1]:.0f} GeV, {self.tagged:.0%} tagged; mutual "
-            f"information {self.information} (held-out of the same scores: {self.at_equal_score:.4f}), AUROC {self.telling}"
+            f"information {self.information} (held-out of the same scores: {self.at_equal_score:.4f}), AUROC {self.auroc}"
         )
 
 
