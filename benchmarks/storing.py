@@ -19,7 +19,7 @@ from torch import nn
 
 from adammcmc import AdamMCMC, Callback, Gaussian, Posterior, Underdamped, sample
 from adammcmc.posterior.store.folder import format_bytes
-from adammcmc.runs.run import _Chain
+from adammcmc.runs.loop import Loop
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -58,15 +58,15 @@ def measure(name: str, model: nn.Module, sampler: Any, batch_size: int, num_draw
     x, y = torch.randn(2000, 64, device=DEVICE), torch.randint(10, (2000,), device=DEVICE)
     model.to(DEVICE)
     clock = Clock()
-    plain = _Chain._draw
+    plain = Loop._draw
 
-    def timed(self: _Chain, store: Any) -> None:
+    def timed(self: Loop, store: Any) -> None:
         _wait()
         began = time.perf_counter()
         plain(self, store)
         clock.drawing += time.perf_counter() - began
 
-    _Chain._draw = timed  # type: ignore[method-assign]
+    Loop._draw = timed  # type: ignore[method-assign]
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "run"
@@ -75,7 +75,7 @@ def measure(name: str, model: nn.Module, sampler: Any, batch_size: int, num_draw
             size = sum(p.stat().st_size for p in path.rglob("*"))
             count = len(Posterior.open(path, model))
     finally:
-        _Chain._draw = plain  # type: ignore[method-assign]
+        Loop._draw = plain  # type: ignore[method-assign]
     params = sum(p.numel() for p in model.parameters())
     share = clock.drawing / clock.total
     print(

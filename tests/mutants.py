@@ -233,21 +233,21 @@ MUTANTS = [
     ),
     Mutant(
         "the order of the data not restored on resume",
-        "runs/run.py",
-        '            run.data.load_state_dict(state["data"])\n',
+        "runs/loop.py",
+        '            self.session.data.load_state_dict(state["data"])\n',
         "            pass\n",
         "tests/test_resume.py",
     ),
     Mutant(
         "dropout's random numbers not restored on resume",
-        "runs/run.py",
+        "runs/loop.py",
         '        torch.set_rng_state(state["random"])\n',
         "",
         "tests/test_resume.py",
     ),
     Mutant(
         "the scheduler not restored on resume",
-        "runs/run.py",
+        "runs/loop.py",
         '            self.scheduler.load_state_dict(state["scheduler"])\n',
         "            pass\n",
         "tests/test_resume.py",
@@ -268,9 +268,9 @@ MUTANTS = [
     ),
     Mutant(
         "draws handed over only after a last checkpoint",
-        "runs/run.py",
+        "runs/session.py",
         "        error.result = Posterior(store, self.model)  # type: ignore[attr-defined]  # first",
-        "        store.save(chain.key, chain.state())\n        error.result = Posterior(store, self.model)  # first",
+        "        store.save(loop.key, loop.state())\n        error.result = Posterior(store, self.model)  # first",
         "tests/test_run.py",
     ),
     Mutant(
@@ -282,8 +282,8 @@ MUTANTS = [
     ),
     Mutant(
         "the index not synced before the checkpoint",
-        "posterior/store/folder.py",
-        "                    os.fsync(index.fileno())  # before the checkpoint that counts on it\n",
+        "posterior/store/files.py",
+        "                os.fsync(index.fileno())  # before the checkpoint that counts on it\n",
         "",
         "tests/test_damage.py",
     ),

@@ -54,13 +54,13 @@ def test_a_run_goes_on_from_the_checkpoint_before(kind: str, runs: dict[str, tup
     damage.run(tmp_path / "run", kind, num_draws=total - 1)
     folder = tmp_path / "run" if kind == "stacked" else tmp_path / "run" / "chain-0"
     cut(folder / "checkpoint.safetensors")
-    with pytest.warns(UserWarning, match="cannot be read.*goes on from the checkpoint before it"):
+    with pytest.warns(UserWarning, match="cannot be read.*resumes from the previous checkpoint"):
         damage.run(tmp_path / "run", kind, num_draws=total - 1)
     assert (folder / "checkpoint.safetensors.damaged").exists()
     cut(folder / "checkpoint.safetensors")
     index = tmp_path / "run" / "chain-0" / "index.jsonl"
     index.write_bytes(b"".join(index.read_bytes().splitlines(keepends=True)[:-1]))
-    with pytest.warns(UserWarning, match="goes on from the checkpoint before it"):
+    with pytest.warns(UserWarning, match="resumes from the previous checkpoint"):
         damage.run(tmp_path / "run", kind)
     assert killing.same(damage.content(tmp_path / "run"), runs[kind][1])
 
@@ -96,11 +96,11 @@ def test_a_leftover_of_another_start_is_never_fallen_back_on(tmp_path: Path) -> 
         file.unlink()
     damage.run(tmp_path / "run", "draws", num_draws=1)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["chain-0", "lock", "run.json"]
-    state = FolderStore(tmp_path / "run").read_checkpoint(tmp_path / "run" / "chain-0" / PREVIOUS)
+    state = FolderStore(tmp_path / "run").checkpoints(0).read(tmp_path / "run" / "chain-0" / PREVIOUS)
     assert state is not None
     assert state["num_draws"] == 0
     damage.run(tmp_path / "other", "draws", num_draws=1)
-    right = FolderStore(tmp_path / "other").read_checkpoint(tmp_path / "other" / "chain-0" / PREVIOUS)
+    right = FolderStore(tmp_path / "other").checkpoints(0).read(tmp_path / "other" / "chain-0" / PREVIOUS)
     assert right is not None
     assert torch.equal(state["sampler"]["adammcmc"]["generator"], right["sampler"]["adammcmc"]["generator"])
 
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_another_chain_or_run_is_not_taken(how: str, runs: dict[
     shutil.copytree(runs["two chains"][0], tmp_path / "run")
     exchange(tmp_path / "run", runs, how)
     assert "not of this chain of this run" in str(adammcmc.check_run(tmp_path / "run"))
-    with pytest.warns(UserWarning, match="not of this chain of this run.*goes on from the checkpoint before it"):
+    with pytest.warns(UserWarning, match="not of this chain of this run.*resumes from the previous checkpoint"):
         damage.run(tmp_path / "run", "two chains")
     assert killing.same(damage.content(tmp_path / "run"), runs["two chains"][1])
 

@@ -373,7 +373,7 @@ def test_a_run_that_stopped_in_burn_in_goes_on(num_chains: int, tmp_path: Path) 
     model, x, y = problem()
     options: dict[str, Any] = {"burn_in": 90, "num_draws": 2, "gap": 5, "num_chains": num_chains, "path": tmp_path / "run"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("adammcmc.runs.run._CHECKPOINT_SECONDS", 0.0)
+        patch.setattr("adammcmc.runs.loop._CHECKPOINT_SECONDS", 0.0)
         with pytest.raises(KeyboardInterrupt):
             sample(model, (x, y), F.cross_entropy, callbacks=[Stop()], **options)
     with warnings.catch_warnings():

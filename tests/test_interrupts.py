@@ -36,7 +36,7 @@ def test_it_waits(number: signal.Signals, code: int | None) -> None:
     kind = KeyboardInterrupt if code is None else SystemExit
     with pytest.raises(kind) as caught, deferred_interrupt() as interrupt:  # noqa: PT012
         press(number)
-        assert interrupt.is_asked
+        assert interrupt.is_set
         reached = True
     assert reached
     assert getattr(caught.value, "code", None) == code
@@ -69,7 +69,7 @@ def test_a_signal_that_is_ignored_stays_ignored(number: signal.Signals) -> None:
     signal.signal(number, signal.SIG_IGN)
     with deferred_interrupt() as interrupt:
         press(number)
-    assert not interrupt.is_asked
+    assert not interrupt.is_set
     assert signal.getsignal(number) is signal.SIG_IGN
 
 
@@ -92,7 +92,7 @@ def test_a_handler_of_the_program_stays(number: signal.Signals) -> None:
     signal.signal(number, handler)
     with deferred_interrupt() as interrupt:
         press(number)
-    assert (pressed, interrupt.is_asked) == ([1], False)
+    assert (pressed, interrupt.is_set) == ([1], False)
     with deferred_interrupt():
         signal.signal(signal.SIGTERM, handler)  # a callback's
     assert signal.getsignal(signal.SIGTERM) is handler
@@ -103,7 +103,7 @@ def test_other_threads_are_left_alone() -> None:
 
     def run() -> None:
         with deferred_interrupt() as interrupt:
-            asked.append(interrupt.is_asked)
+            asked.append(interrupt.is_set)
 
     thread = threading.Thread(target=run)
     thread.start()

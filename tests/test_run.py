@@ -421,8 +421,8 @@ def test_out_of_memory_keeps_the_draws(where: str, monkeypatch: pytest.MonkeyPat
     class Fill(Callback):
         def on_draw(self, event: Any, record: dict[str, Any]) -> None:
             if event.num_draws == 3:
-                monkeypatch.setattr("adammcmc.posterior.store.folder.MemoryStore.save", fail)
-                monkeypatch.setattr("adammcmc.posterior.store.folder._on_host", fail)
+                monkeypatch.setattr("adammcmc.posterior.store.base.MemoryStore.save", fail)
+                monkeypatch.setattr("adammcmc.posterior.store.base._on_host", fail)
                 if where == "save":
                     fail()
 
@@ -665,10 +665,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a sampler": (
         {"sampler": AdamMCMC(network().parameters(), num_data=60, sigma=1e-3)},
         TypeError,
-        r"must make a sampler from parameters, such as partial\(AdamMCMC.* got an AdamMCMC that is made already",
+        r"must make a sampler from parameters, such as partial\(AdamMCMC.* got an existing AdamMCMC",
     ),
-    "no sigma": ({"sampler": AdamMCMC}, TypeError, r"needs an argument more.*'sigma'.*partial\(AdamMCMC, sigma=...\)"),
-    "an optimizer": ({"sampler": torch.optim.Adam}, TypeError, "must make a sampler of adammcmc, such as AdamMCMC, got a Adam"),
+    "no sigma": ({"sampler": AdamMCMC}, TypeError, r"is missing an argument.*'sigma'.*partial\(AdamMCMC, sigma=...\)"),
+    "an optimizer": ({"sampler": torch.optim.Adam}, TypeError, "must make a sampler of adammcmc, such as AdamMCMC, got Adam"),
     "two priors": ({"prior": Gaussian()}, ValueError, "`prior` was given both to sample and to the sampler"),
     "two burn-ins": (
         {"burn_in": BurnIn(), "sampler": partial(ALGORITHM_1, burn_in=10)},
@@ -683,7 +683,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "its own num_data": (
         {"sampler": partial(ALGORITHM_1, num_data=61)},
         ValueError,
-        "the sampler has num_data=61, the data hold 60",
+        "the sampler has num_data=61, the data set holds 60",
     ),
     "foreign moments": (
         {"warm_start": torch.optim.SGD(network().parameters(), lr=0.1)},
@@ -711,7 +711,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"compared every output with every target: outputs \(6, 1, 4, 4\) and targets \(6, 4, 4\)",
     ),
-    "plateau": ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, TypeError, "goes by the number of steps"),
+    "plateau": ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, TypeError, "depends on the number of steps"),
     "scheduler and tuning": (
         {"sampler": None, "scheduler": lambda s: torch.optim.lr_scheduler.ExponentialLR(s, 0.9)},
         ValueError,
@@ -768,12 +768,12 @@ OTHER_RUNS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         StoreMismatch,
         "was made with other data",
     ),
-    "fewer draws": ({"num_draws": 3}, StoreMismatch, "was to have 6 draws, this call asks for 3"),
+    "fewer draws": ({"num_draws": 3}, StoreMismatch, "has num_draws = 6, this call has 3: the number may grow"),
     "not resumed": ({"resume": False}, StoreMismatch, r"holds a run already\. Pass resume=True"),
     "stateless data": (
         {"train": DataLoader(Stateless(), 16), "num_data": 60},
         StoreMismatch,
-        "cannot go on: DataLoader has no `state_dict`",
+        "cannot be resumed: DataLoader has no `state_dict`",
     ),
 }
 
@@ -874,7 +874,7 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(tmp_path: Path, mon
     with pytest.raises(StoreFull, match=r"the run would write .* and .* has 10 kB left"):
         run(tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr("adammcmc.runs.run.free_memory", lambda: 100)
+    monkeypatch.setattr("adammcmc.runs.session.free_memory", lambda: 100)
     with pytest.raises(MemoryError, match="Pass `path` to keep them on disk"):
         run(None)  # type: ignore[arg-type]
 

@@ -50,7 +50,7 @@ from adammcmc import (
 )
 from adammcmc.acceptance import ClampedLoss
 from adammcmc.jets import ParticleNetLite
-from adammcmc.runs.run import _prefers_stacks
+from adammcmc.runs.engines import prefers_stack
 from adammcmc.samplers.closure import ClosurePotential
 from adammcmc.samplers.stacked import CannotStack, StackedPotential, StackedSampler, setup_of
 from adammcmc.target.likelihood import Loss
@@ -645,7 +645,7 @@ def test_what_cannot_be_stacked_is_refused_with_the_reason(name: str) -> None:
 @pytest.mark.parametrize("name", ["values", "scheduler", "temperature"])
 def test_by_default_it_then_runs_one_after_the_other_and_warns_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, sampler, options, _ = REFUSED[name]
-    monkeypatch.setattr("adammcmc.runs.run._prefers_stacks", lambda device, model: True)  # as on an accelerator
+    monkeypatch.setattr("adammcmc.runs.session.prefers_stack", lambda device, model: True)  # as on an accelerator
     torch.manual_seed(0)
     model = make()
     with warnings.catch_warnings(record=True) as caught:
@@ -661,9 +661,9 @@ def test_by_default_it_then_runs_one_after_the_other_and_warns_once(name: str, m
 
 def test_on_an_accelerator_chains_are_stacked_unless_the_model_is_faster_alone() -> None:
     gpu = torch.device("cuda")
-    assert _prefers_stacks(gpu, network())
-    assert not _prefers_stacks(torch.device("cpu"), network())
-    assert not _prefers_stacks(gpu, nn.Sequential(ParticleNetLite()))
+    assert prefers_stack(gpu, network())
+    assert not prefers_stack(torch.device("cpu"), network())
+    assert not prefers_stack(gpu, nn.Sequential(ParticleNetLite()))
 
 
 def test_on_the_host_chains_run_one_after_the_other_unless_asked() -> None:

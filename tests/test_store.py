@@ -23,7 +23,8 @@ import adammcmc.posterior.store.folder as store_module
 from adammcmc import StoreCorrupt, StoreFull, StoreLocked, StoreMismatch
 from adammcmc.posterior.moments import Moments
 from adammcmc.posterior.store.encoding import decode, encode, read_state, safetensors_parts, write_state
-from adammcmc.posterior.store.folder import FORMAT, FolderStore, MemoryStore, Store, check_space, format_bytes
+from adammcmc.posterior.store.files import check_space, format_bytes
+from adammcmc.posterior.store.folder import FORMAT, FolderStore, MemoryStore, Store
 from adammcmc.posterior.store.records import read_lines
 
 MANIFEST: dict[str, Any] = {
@@ -51,6 +52,11 @@ def draw(seed: int) -> dict[str, torch.Tensor]:
     weight = torch.randn(3, 4, generator=generator)
     # two names for parts of one storage, an integer, a number
     return {"weight": weight, "row": weight[1], "tied": weight, "count": torch.tensor(seed), "scale": torch.tensor(0.5)}
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A draw of one chain, as `commit` takes it: (chains, ...)."""
+    return {name: x[None] for name, x in tensors.items()}
 
 
 def filled(path: Path, num_draws: int = 3, **changes: Any) -> FolderStore:
@@ -193,7 +199,7 @@ def test_what_is_written_in_the_background_is_the_same(tmp_path: Path, monkeypat
     store.write_manifest()
     for i in range(5):
         tensors = draw(i)
-        store.commit(record(i), tensors, {"num_draws": i + 1, "weight": tensors["weight"]})
+        store.commit([record(i)], stacked(tensors), {"num_draws": i + 1, "weight": tensors["weight"]})
         tensors["weight"].zero_()  # the chain goes on while it is written
     store.close()
     again = FolderStore(tmp_path / "run")
@@ -212,9 +218,9 @@ def test_a_failure_in_the_background_is_raised_at_the_next_draw(tmp_path: Path, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    store.commit(record(3), draw(3), {"num_draws": 4})
+    store.commit([record(3)], stacked(draw(3)), {"num_draws": 4})
     with pytest.raises(StoreFull):
-        store.commit(record(4), draw(4), {"num_draws": 5})
+        store.commit([record(4)], stacked(draw(4)), {"num_draws": 5})
     monkeypatch.undo()
     store.close()
     again = FolderStore(tmp_path / "run", writes=True)
@@ -254,7 +260,7 @@ def test_draws_after_the_checkpoint_are_forgotten_on_resume(tmp_path: Path) -> N
 def test_a_checkpoint_that_is_ahead_of_the_index_is_not_used(tmp_path: Path) -> None:
     store = filled(tmp_path / "run")
     store.save(0, {"num_draws": 9})
-    with pytest.warns(UserWarning, match="has 3 draws, its checkpoint 9: lines are missing.*from the checkpoint before it"):
+    with pytest.warns(UserWarning, match="has 3 draws, its checkpoint 9: lines are missing.*from the previous checkpoint"):
         assert store.restore(0, [0]) == {"num_draws": 3}
     assert store.saved(0) == {"num_draws": 3}
     store.save(0, {"num_draws": 8})
@@ -492,7 +498,7 @@ def _manifest(folder: Path, **changes: Any) -> None:
         (lambda p: _cut(p / "chain-0" / "draw-000001.safetensors"), UserWarning, "bytes, the index says"),
         (lambda p: _flip(p / "chain-0" / "draw-000001.safetensors"), StoreCorrupt, "is damaged: its checksum"),
         (lambda p: _flip(p / "run.json", b"a test"), StoreCorrupt, "does not match its checksum"),
-        (lambda p: _cut(p / "chain-0" / "checkpoint.safetensors"), UserWarning, "not affected. The one before it is used"),
+        (lambda p: _cut(p / "chain-0" / "checkpoint.safetensors"), UserWarning, "not affected. The previous one is used"),
         (lambda p: [_cut(file) for file in (p / "chain-0").glob("checkpoint*")], StoreCorrupt, "The draws are not affected"),
         (lambda p: (p / "chain-0" / "checkpoint.safetensors").write_bytes(b"hello"), UserWarning, "cannot be read"),
         (lambda p: (p / "chain-0" / "index.jsonl").write_text("nonsense\n"), StoreCorrupt, "line 1 has no checksum. `adammcmc"),

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from adammcmc.runs.callbacks import Callback as Callback
     from adammcmc.runs.callbacks import Event as Event
     from adammcmc.runs.callbacks import TensorBoard as TensorBoard
+    from adammcmc.runs.plan import Plan as Plan
     from adammcmc.runs.run import sample as sample
     from adammcmc.samplers import diagnostics as diagnostics
     from adammcmc.samplers.adaptation import BurnIn as BurnIn
@@ -118,6 +119,7 @@ _HOMES = {
     "posterior.summary": "Row Summary",
     "runs.advice": "Calibration Suggestion calibrate_sigma suggest",
     "runs.callbacks": "Callback Event TensorBoard",
+    "runs.plan": "Plan",
     "runs.run": "sample",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}

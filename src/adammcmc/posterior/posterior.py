@@ -158,7 +158,11 @@ class Posterior:
             return {c: {"health": whole["health"], "sums": sums[c], "moments": moments[c]} for c in self._chains}
         states = {chain: self.store.saved(chain) for chain in self._chains}
         return {
-            chain: {"health": state["health"], "sums": state["sampler"]["adammcmc"]["health"], "moments": state["moments"]}
+            chain: {
+                "health": state["health"],
+                "sums": state["sampler"]["adammcmc"]["health"],
+                "moments": (state["moments"] or [None])[0],
+            }
             for chain, state in states.items()
             if state is not None
         }

@@ -1,15 +1,14 @@
-"""Suggestions for Algorithm 1 from short pilot runs, and the paper's recipe for sigma. Heuristics, and called so."""
+"""Heuristics for the settings of Algorithm 1: suggestions from short pilot runs, and the paper's recipe for sigma."""
 
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +16,17 @@ from torch import Tensor, nn
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.optimizer import AdamMCMC
 from adammcmc.samplers.progress import track
+from adammcmc.target.likelihood import Loss
 from adammcmc.target.target import Prior
 
 __all__ = ["Calibration", "CalibrationRow", "Suggestion", "calibrate_sigma", "suggest"]
 
 _RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+_MOST_HALVINGS = 8
+_TOLERANCE = 0.06  # of the acceptance that a pilot reaches
+
+_Closures = Callable[[nn.Module], Callable[[], Tensor]]
+"""model -> the per-example losses of a random batch, as a function"""
 
 
 @dataclass(frozen=True)
@@ -33,14 +38,13 @@ class Suggestion:
     sigma_along: float
     inverse_temperature: float
     acceptance: float
-    """What the pilot reached with them."""
+    """The acceptance rate of the pilot run with these settings."""
     reasons: dict[str, str]
 
     @property
     def options(self) -> dict[str, float]:
-        """As arguments."""
-        names = ("lr", "sigma", "sigma_along", "inverse_temperature")
-        return {name: getattr(self, name) for name in names}
+        """The settings as keyword arguments."""
+        return {name: getattr(self, name) for name in ("lr", "sigma", "sigma_along", "inverse_temperature")}
 
     def __str__(self) -> str:
         return "\n".join(f"{name} = {value:.4g}: {self.reasons[name]}" for name, value in self.options.items())
@@ -58,19 +62,19 @@ def suggest(
     seed: int = 0,
     progress: bool = True,
 ) -> Suggestion:
-    """Propose lr, sigma, sigma_along and lambda for `AdamMCMC` from a short pilot on a copy of the model.
+    """Propose lr, sigma, sigma_along and lambda for `AdamMCMC` from a short pilot run on a copy of the model.
 
-    The rate is the largest that keeps Adam's loss near the best of a small grid; sigma and sigma_along are adapted to the
-    target acceptance; if the step itself is what is rejected, the rate is halved until it is not. lambda is 1, Bayes. A good
-    acceptance says nothing about the bias of Algorithm 1.
+    The learning rate is the largest that keeps Adam's loss near the best of a small grid. sigma and sigma_along are
+    adapted to the target acceptance. If the step itself is rejected, the learning rate is halved until it is not.
+    lambda is 1, Bayes. A good acceptance rate says nothing about the bias of Algorithm 1.
 
     Args:
-        model: trained, or on its way; it is not changed.
+        model: trained, or in training; it is not changed.
         data: tensors (inputs, targets) of the training set.
         loss: a function of outputs and targets, such as `F.cross_entropy`.
-        batch_size: of the batches that will be sampled with.
+        batch_size: of the run that the settings are for.
         prior: as in `AdamMCMC`.
-        target_acceptance: what the settings shall reach.
+        target_acceptance: the acceptance rate to reach.
         num_steps: of each pilot run.
         seed: of the batches and the noise.
         progress: show a bar if standard error is a terminal.
@@ -79,66 +83,49 @@ def suggest(
     n = len(inputs)
     if n == 0:
         raise ValueError("`data` is empty.")
-    size = min(batch_size, n)
-    generator = torch.Generator().manual_seed(seed)
-    each = _per_example(loss)
+    generator, losses = torch.Generator().manual_seed(seed), Loss(loss)
 
     def closure(copied: nn.Module) -> Callable[[], Tensor]:
-        rows = torch.randperm(n, generator=generator)[:size].to(inputs.device)
-        return lambda: each(copied(inputs[rows]), targets[rows])
+        rows = torch.randperm(n, generator=generator)[: min(batch_size, n)].to(inputs.device)
+        return partial(losses, copied, (inputs[rows], targets[rows]))
 
+    lr = _largest_rate(model, closure, progress)
+    reason = f"the largest of {', '.join(f'{r:g}' for r in _RATES)} whose loss after 50 Adam steps is within 5% of the best"
+    floor = (1 + target_acceptance) / 2  # the acceptance of the proposal alone: halfway between the target and 1
+    burn_in = BurnIn(num_steps=num_steps, target_acceptance=target_acceptance, proposal_acceptance=floor)
+    for halvings in range(_MOST_HALVINGS + 1):
+        copied, noise = copy.deepcopy(model), torch.Generator(inputs.device).manual_seed(seed)
+        options = {"sigma": lr / 3, "sigma_along": 2.0, "prior": prior, "burn_in": burn_in, "generator": noise}
+        sampler = AdamMCMC(copied.parameters(), lr=lr, num_data=n, **options)  # type: ignore[arg-type]
+        reached = _pilot(sampler, partial(closure, copied), num_steps, progress)
+        if abs(reached - target_acceptance) < _TOLERANCE or halvings == _MOST_HALVINGS:
+            break
+        lr /= 2
+    if halvings:
+        reason += f", halved {halvings} times because the step itself was rejected"
+    sigma, sigma_along = (float(sampler.param_groups[0][name]) for name in ("sigma", "sigma_along"))
+    along = f"the proposal alone is then accepted at {floor:.2f}, for the length of Adam's steps in the pilot run"
+    if sigma_along == 0:
+        along = f"Adam's steps are shorter than the noise: the proposal alone is accepted above {floor:.2f} without it"
+    reasons = {
+        "lr": reason,
+        "sigma": f"adapted to an acceptance of {target_acceptance:.2f}; the pilot run then reached {reached:.2f}",
+        "sigma_along": along,
+        "inverse_temperature": "1 is Bayes, if the loss is a negative log likelihood; report any lower (hotter) choice",
+    }
+    return Suggestion(lr, sigma, sigma_along, 1.0, reached, reasons)
+
+
+def _largest_rate(model: nn.Module, closure: _Closures, progress: bool) -> float:
+    """The largest learning rate whose loss after a few steps of Adam is within 5% of the best."""
     rates = {lr: _adam_loss(copy.deepcopy(model), closure, lr) for lr in track(_RATES, "learning rates", show=progress)}
     best = min(rates.values())
     if not math.isfinite(best):
-        raise ValueError("the loss is not finite at any learning rate: look at the model and the data.")
-    lr = max(rate for rate, value in rates.items() if value <= best + 0.05 * abs(best))
-    reason = f"the largest of {', '.join(f'{r:g}' for r in _RATES)} whose loss after 50 Adam steps is within 5% of the best"
-    halvings = 0
-    while True:
-        copied = copy.deepcopy(model)
-        sampler = AdamMCMC(
-            copied.parameters(),
-            lr=lr,
-            num_data=n,
-            sigma=lr / 3,
-            sigma_along=2.0,
-            prior=prior,
-            burn_in=BurnIn(
-                num_steps=num_steps, target_acceptance=target_acceptance, proposal_acceptance=_above(target_acceptance)
-            ),
-            generator=torch.Generator(inputs.device).manual_seed(seed),
-        )
-        reached = _pilot(sampler, copied, closure, num_steps, progress)
-        if abs(reached - target_acceptance) < 0.06 or halvings == 8:
-            break
-        lr, halvings = lr / 2, halvings + 1
-    if halvings:
-        reason += f", halved {halvings} times because the step itself was rejected"
-    group = sampler.param_groups[0]
-    floor = _above(target_acceptance)
-    return Suggestion(
-        lr,
-        float(group["sigma"]),
-        float(group["sigma_along"]),
-        1.0,
-        reached,
-        {
-            "lr": reason,
-            "sigma": f"adapted to an acceptance of {target_acceptance:.2f}; the pilot then had {reached:.2f}",
-            "sigma_along": f"so that the proposal alone is accepted at {floor:.2f}, at the length that Adam's steps had"
-            if group["sigma_along"] > 0
-            else f"Adam's steps are shorter than the noise, so that the proposal alone is accepted above {floor:.2f} anyway",
-            "inverse_temperature": "1 is Bayes, if the loss is a negative log likelihood; lower is hotter, a choice to report",
-        },
-    )
+        raise ValueError("the loss is not finite at any learning rate: check the model and the data.")
+    return max(rate for rate, value in rates.items() if value <= best + 0.05 * abs(best))
 
 
-def _above(target: float) -> float:
-    """The acceptance of the proposal alone: half of what remains above the target."""
-    return (1 + target) / 2
-
-
-def _adam_loss(model: nn.Module, closure: Callable[[nn.Module], Callable[[], Tensor]], lr: float, num_steps: int = 50) -> float:
+def _adam_loss(model: nn.Module, closure: _Closures, lr: float, num_steps: int = 50) -> float:
     """Mean loss over the last ten of a few steps of Adam."""
     optimizer = torch.optim.Adam(model.parameters(), lr=lr, betas=(0.99, 0.99))
     losses = []
@@ -152,46 +139,16 @@ def _adam_loss(model: nn.Module, closure: Callable[[nn.Module], Callable[[], Ten
     return late if math.isfinite(late) else math.inf
 
 
-def _pilot(
-    sampler: AdamMCMC,
-    model: nn.Module,
-    closure: Callable[[nn.Module], Callable[[], Tensor]],
-    num_steps: int,
-    progress: bool,
-) -> float:
-    """Adapt, then measure the acceptance with the settings frozen."""
+def _pilot(sampler: AdamMCMC, closure: Callable[[], Callable[[], Tensor]], num_steps: int, progress: bool) -> float:
+    """Adapt, then measure the acceptance rate with fixed settings."""
     rates = []
-
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what burn-in warns of is what is looked for here
+        warnings.simplefilter("ignore")  # a bad outcome of burn-in is a result here
         for _ in track(range(num_steps + num_steps // 2), "pilot", show=progress):
-            sampler.step(closure(model))
+            sampler.step(closure())
             if not sampler.is_adapting:
                 rates.append(sampler.info.acceptance_rate)
     return float(torch.stack(rates).mean())
-
-
-def _per_example(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The loss with reduction="none", where it has that."""
-    each: Callable[..., Tensor] = loss
-    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
-        each = copy.deepcopy(loss)
-        setattr(each, "reduction", "none")  # noqa: B010  (a module's attributes are tensors to a type checker)
-    elif "reduction" in _parameters(loss):
-        each = functools.partial(loss, reduction="none")
-
-    def flat(outputs: Tensor, targets: Tensor) -> Tensor:
-        value = each(outputs, targets)
-        return value if value.dim() < 2 else value.flatten(1).mean(1)
-
-    return flat
-
-
-def _parameters(function: Callable[..., Any]) -> Sequence[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a function that does not tell
-        return []
 
 
 class CalibrationRow(NamedTuple):
@@ -206,7 +163,7 @@ class CalibrationRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """The outcome of `calibrate_sigma`: a heuristic, tuned on held-out data."""
+    """The result of `calibrate_sigma`: a heuristic, tuned on held-out data."""
 
     sigma: float
     is_bracketed: bool
@@ -222,17 +179,17 @@ class Calibration:
 
 
 def calibrate_sigma(draw: Callable[[float], Tensor], targets: Tensor, sigmas: Sequence[float]) -> Calibration:
-    """The paper's recipe: start with a low sigma, and raise it until the predictions are calibrated on held-out data.
+    """The paper's recipe: start with a low sigma, and raise it until predictions are calibrated on held-out data.
 
-    **A heuristic.** It matches one average on these data by way of added noise; it does not make the draws those of the
-    posterior, and the held-out data are then used up for judging calibration. The first sigma at which the mean confidence is
-    no higher than the accuracy is chosen.
+    **A heuristic.** It matches one average on these data by adding noise. It does not make the draws those of the
+    posterior, and the held-out data can then no longer be used to judge calibration. It chooses the first sigma at
+    which the mean confidence is no higher than the accuracy.
 
     Args:
-        draw: runs a chain with the given sigma (from the same start each time) and returns class probabilities on held-out
-            data, (draws, examples, classes).
+        draw: runs a chain with the given sigma (from the same start each time) and returns class probabilities on
+            held-out data, (draws, examples, classes).
         targets: the held-out classes, (examples,).
-        sigmas: what to try, ascending.
+        sigmas: the values to try, ascending.
     """
     sigmas = [float(sigma) for sigma in sigmas]
     if sigmas != sorted(sigmas) or not sigmas:

@@ -1,4 +1,4 @@
-"""What happens beside a run: a small protocol, and scalars for TensorBoard as its first user."""
+"""Callbacks of a run, and one that writes scalars for TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Callback", "Event", "OwnNumbers", "TensorBoard"]
 
 @dataclass(frozen=True)
 class Event:
-    """Where a run stands."""
+    """The state of a chain when a callback is called."""
 
     chain: int
     step: int
@@ -30,46 +30,47 @@ class Event:
     """Draws of this chain so far."""
     is_burning_in: bool
     sampler: Sampler | StackedChain
-    """The chain's; of a stack of chains, what it would have of this one."""
+    """The chain's sampler; of chains that run at once, a view of this one."""
     model: nn.Module
-    """At the chain's present weights; must be left as it is."""
+    """At the chain's present weights; must not be changed."""
 
 
 class Callback:
-    """What a run calls. Override what you need.
+    """Base class of callbacks. Override the methods you need.
 
-    What a callback raises stops the run, as Ctrl-C does: the store keeps what there was, and `resume=True` goes on. It may draw
-    from torch's global random numbers: inside a callback they are a stream of their own, which the chain does not see.
+    An exception in a callback stops the run as Ctrl-C does: completed draws are kept, and `resume=True` continues. A
+    callback may use torch's global random numbers: it has its own stream, separate from the chain's.
 
-    Where chains run as one stack it is called for one chain after the other, and the chain's weights are put into the model
-    before: a callback that overrides `on_step` costs a copy of all weights at each step there.
+    When chains run at once, a callback is called for each of them in turn, with that chain's weights copied into the
+    model. Overriding `on_step` then costs a copy of all weights at each step.
     """
 
     def overrides(self, name: str) -> bool:
-        """Whether this callback has its own method of this name."""
+        """Whether this callback implements the method of this name."""
         return getattr(getattr(self, name), "__func__", None) is not getattr(Callback, name)
 
     def on_start(self, event: Event) -> None:
-        """A chain begins, or goes on after a stop."""
+        """A chain starts or resumes."""
 
     def on_step(self, event: Event) -> None:
-        """After each step. Reading numbers from an accelerator here waits for it."""
+        """After each step. Reading numbers from an accelerator here synchronises it."""
 
     def on_draw(self, event: Event, record: dict[str, Any]) -> None:
-        """After a draw was kept; `record` is its line in the index."""
+        """After a draw was stored; `record` is its line in the index."""
 
     def on_end(self, event: Event) -> None:
         """A chain has all its draws."""
 
 
 class OwnNumbers:
-    """Inside, torch's global random numbers are another stream; outside, they are as if it had not been there.
+    """Gives torch's global random numbers a stream of their own inside the context, and restores them outside.
 
-    So what a callback draws cannot change the chain, and two calls do not get the same numbers. Nothing here waits for a GPU.
+    Callbacks therefore cannot change the chain, and consecutive calls get different numbers. Nothing here synchronises
+    a GPU.
 
     Args:
         seed: of the stream.
-        device: of the chain. On CUDA its random numbers are exchanged as well as those of the CPU.
+        device: of the chain. On CUDA its generator is exchanged as well as the CPU's.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -96,15 +97,15 @@ class TensorBoard(Callback):
     """Loss, acceptance and settings as scalars for TensorBoard, one run for each chain.
 
     Args:
-        folder: where the event files go.
-        every: steps between two points; each waits for an accelerator once.
+        folder: for the event files.
+        every: steps between two points; each synchronises an accelerator once.
     """
 
     def __init__(self, folder: str | Path, every: int = 50) -> None:
         if every < 1:
             raise ValueError(f"`every` must be at least 1, got {every}.")
         try:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: F401  (missing? then say so before the run)
+            from torch.utils.tensorboard import SummaryWriter  # noqa: F401  (if missing, fail before the run)
         except ImportError as error:
             raise ImportError("TensorBoard scalars need the package tensorboard. Run: pip install tensorboard") from error
         self._folder, self._every = Path(folder), every
@@ -113,7 +114,7 @@ class TensorBoard(Callback):
     def on_start(self, event: Event) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # what was written after the checkpoint that the run goes on from comes again
+        # points after the checkpoint are written again on resume
         self._writers[event.chain] = SummaryWriter(str(self._folder / f"chain-{event.chain}"), purge_step=event.step or None)
 
     def on_step(self, event: Event) -> None:
@@ -124,7 +125,7 @@ class TensorBoard(Callback):
         self._write(event, "acceptance_rate", float(info.acceptance_rate))
         self._write(event, "potential", float(info.potential))
         for name, value in (("log_ratio_noise", info.log_ratio_noise), ("beta_eff", event.sampler.beta_eff)):
-            if not math.isnan(number := float(value)):  # where it is known
+            if not math.isnan(number := float(value)):  # NaN: unknown
                 self._write(event, name, number)
         for i, group in enumerate(event.sampler.param_groups):
             for key in ("lr", "sigma", "sigma_along"):

@@ -1,4 +1,4 @@
-"""Signals between steps: a chain that is stopped is saved at the end of a step, not in the middle of one."""
+"""Signals between steps: a run that is stopped is saved at the end of a step, never in the middle of one."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ __all__ = ["Interrupt", "deferred_interrupt"]
 
 _DEFAULTS: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler,  # Ctrl-C
-    signal.SIGTERM: signal.SIG_DFL,  # a queue that ends a job, `kill`
-    **({signal.SIGHUP: signal.SIG_DFL} if hasattr(signal, "SIGHUP") else {}),  # a terminal that was closed
+    signal.SIGTERM: signal.SIG_DFL,  # a batch system that ends a job, `kill`
+    **({signal.SIGHUP: signal.SIG_DFL} if hasattr(signal, "SIGHUP") else {}),  # a closed terminal
 }
-"""The signals that are deferred, and how each is handled where a program has not said otherwise."""
+"""The signals that are deferred, and their default handlers."""
 
 
 class Interrupt:
-    """Which signal came to stop the run."""
+    """The signal that is to stop the run."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        """The first one; None before it."""
+        """The first that arrived."""
 
     @property
-    def is_asked(self) -> bool:
-        """Whether one came."""
+    def is_set(self) -> bool:
+        """Whether a signal arrived."""
         return self.signal is not None
 
     def exception(self) -> BaseException:
-        """What ends the run as the signal would have: Ctrl-C as always, the others with the exit code that shells give them."""
+        """Ends the run as the signal would have: Ctrl-C as usual, the others with the exit code that shells use."""
         assert self.signal is not None
         if self.signal is signal.SIGINT:
             return KeyboardInterrupt()
@@ -39,36 +39,36 @@ class Interrupt:
         error.add_note(f"stopped by {self.signal.name}")
         return error
 
-    def _ask(self, number: int, _: Any) -> None:
+    def _receive(self, number: int, _: Any) -> None:
         self.signal = self.signal or signal.Signals(number)
-        if signal.getsignal(signal.SIGINT) == self._ask:
-            # who presses again does not want to wait. (The other signals come twice by themselves: from the terminal that
-            # closes, and from its shell.)
+        if signal.getsignal(signal.SIGINT) == self._receive:
+            # a second Ctrl-C stops at once. (The other signals arrive twice by themselves: from the terminal that
+            # closes and from its shell.)
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
 def deferred_interrupt() -> Iterator[Interrupt]:
-    """Inside, Ctrl-C, SIGTERM and SIGHUP only set `is_asked`; what is inside reads it where it can stop, and raises.
+    """Inside, Ctrl-C, SIGTERM and SIGHUP only set `is_set`; the body checks it where it can stop, and raises.
 
-    What goes wrong after a signal is taken for its consequence: signals also end the processes that load data. Outside of the
-    main thread nothing changes, nor does a signal for which the program has a handler of its own, or which it ignores (SIGHUP
-    under nohup, SIGINT in the background).
+    An error after a signal is taken for its consequence: signals also end data-loading workers. Nothing changes outside
+    the main thread, nor for a signal that the program handles or ignores itself (SIGHUP under nohup, SIGINT in the
+    background).
     """
     interrupt = Interrupt()
     is_main = threading.current_thread() is threading.main_thread()
-    ours = {s: default for s, default in _DEFAULTS.items() if is_main and signal.getsignal(s) is default}
-    for number in ours:
-        signal.signal(number, interrupt._ask)
+    deferred = {s: default for s, default in _DEFAULTS.items() if is_main and signal.getsignal(s) is default}
+    for number in deferred:
+        signal.signal(number, interrupt._receive)
     try:
         yield interrupt
     except Exception as error:
-        if interrupt.is_asked:
+        if interrupt.is_set:
             raise interrupt.exception() from error
         raise
     finally:
-        for number, default in ours.items():
-            if signal.getsignal(number) == interrupt._ask:  # (a callback may have set another)
+        for number, default in deferred.items():
+            if signal.getsignal(number) == interrupt._receive:  # (a callback may have set another)
                 signal.signal(number, default)
-    if interrupt.is_asked:
+    if interrupt.is_set:
         raise interrupt.exception()

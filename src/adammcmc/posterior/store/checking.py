@@ -11,10 +11,11 @@ from typing import Any
 from safetensors import safe_open
 
 from adammcmc.errors import StoreCorrupt, StoreMismatch
+from adammcmc.posterior.store.checkpoint import Checkpoints
 from adammcmc.posterior.store.encoding import checksum
-from adammcmc.posterior.store.folder import FolderStore, set_aside
+from adammcmc.posterior.store.files import set_aside
+from adammcmc.posterior.store.folder import FolderStore
 from adammcmc.posterior.store.records import Lines, Record, check_record, draw_name, load_json, read_good_lines
-from adammcmc.posterior.store.whole import sync_folder
 
 __all__ = ["Check", "check_run"]
 
@@ -104,7 +105,9 @@ class _Folder(FolderStore):
         chains = [chain for chain in folders if chain < number]
         keys: list[int | None] = [None] if self.is_stacked else list(chains)
         # before the index: a run that is being written to may be ahead of its checkpoint, never behind
-        states = {key: [self._try_checkpoint(file) for file in self._checkpoints(key)] for key in keys}
+        states = {
+            key: [self._try_checkpoint(both, file) for file in both.files] for key in keys if (both := self.checkpoints(key))
+        }
         self._lines = {chain: self._try_chain(chain) for chain in chains}
         self._index = {chain: lines.records for chain, lines in self._lines.items()}
         self.problems += [f"'{self.path / name}' is missing." for name in self.missing_chains()]
@@ -129,10 +132,10 @@ class _Folder(FolderStore):
         if not [state for state in states if state is not None and state not in ahead]:
             self.problems.append(f"{name} cannot be resumed: it has no checkpoint that is whole and fits the index.")
 
-    def _try_checkpoint(self, file: Path) -> dict[str, Any] | None:
+    def _try_checkpoint(self, both: Checkpoints, file: Path) -> dict[str, Any] | None:
         """How many draws it has, if it is whole."""
         try:
-            state = self.read_checkpoint(file)
+            state = both.read(file)
         except StoreCorrupt as error:
             self.problems.append(str(error))
             return None
@@ -205,21 +208,21 @@ class _Folder(FolderStore):
         return [f"{name} is now '{set_aside(file).name}': its numbers stay in the index."]
 
     def _repair_checkpoints(self, key: int | None, chains: list[int]) -> list[str]:
-        newest, previous = self._checkpoints(key)
+        both = self.checkpoints(key)
         done, usable = [], []
-        for file in (newest, previous):
+        for file in both.files:
             try:
-                if self._usable(file, chains) is not None:
+                if self.usable(both, file, chains) is not None:
                     usable.append(file)
             except StoreCorrupt:
-                if self._try_checkpoint(file) is None:  # one that is only ahead of the index still has the health of its chain
+                if (
+                    self._try_checkpoint(both, file) is None
+                ):  # one that is only ahead of the index still has the health of its chain
                     done.append(f"'{file}' is now '{set_aside(file).name}'.")
-        if usable == [previous]:
-            if os.path.lexists(newest):
-                done.append(f"'{newest}' is now '{set_aside(newest).name}'.")
-            self._keep_as(previous, newest)
-            sync_folder(newest.parent)
-            done.append(f"'{newest}' is now the previous checkpoint.")
+        if usable == [both.previous]:
+            if (aside := both.use_previous()) is not None:
+                done.append(f"'{both.newest}' is now '{aside.name}'.")
+            done.append(f"'{both.newest}' is now the previous checkpoint.")
         return done
 
 

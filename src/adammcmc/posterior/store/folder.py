@@ -1,309 +1,167 @@
-"""Draws and checkpoints on disk (or in memory): append, read, resume.
+"""A run on disk: append draws, read them, resume.
 
-    run.json                                 what was run: target, configuration, versions, data fingerprint, model tensors
+    run.json                                 what was run: target, configuration, versions, fingerprints of data, model
     lock                                     held by the process that writes
-    chain-0/index.jsonl                      one line a draw: draw, chain, step, loss, ..., file, bytes, crc32, line_crc32
+    chain-0/index.jsonl                      one line per draw: draw, chain, step, loss, ..., file, bytes, checksums
     chain-0/draw-000000.safetensors          parameters and buffers of one draw, under the names of `model.state_dict()`
-    chain-0/checkpoint.safetensors           all that the chain needs to go on; its metadata entry "state" is JSON
+    chain-0/checkpoint.safetensors           everything needed to resume the chain; its metadata entry "state" is JSON
     chain-0/checkpoint.previous.safetensors  the one before, in case the newest is damaged
-    checkpoint.safetensors                   of chains that run as one stack: all that they need, in place of a file for each
+    checkpoint.safetensors                   of chains that run at once: one for all of them, instead of one per chain
 
-A file appears under its name only when it is whole, and a draw exists when its line in the index is whole. Each is synced to
-the disk before the next is begun: draw, line of the index, checkpoint. So a run that was killed, by power loss too, goes on
-from its checkpoint, and makes again, bit for bit, what came after.
+A file appears under its name only when it is complete, and a draw exists once its line in the index is complete. Each
+is synced to disk before the next is begun: draw, index line, checkpoint. A run that was killed, even by power loss,
+therefore resumes from its checkpoint and repeats, bit for bit, whatever came after it.
 
-Every file has a checksum (format 1 had them for draws only; a run of format 1 stays one). What is read is not trusted: names of
-files follow from numbers, links and pipes are refused, and JSON is checked (`records.py`). No pickle anywhere.
+Every file has a checksum (format 1 had them for draws only; a run of format 1 stays one). Nothing that is read is
+trusted: file names follow from numbers, links and pipes are refused, and JSON is checked (`records.py`). There is no
+    pickle.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import shutil
 import stat
-import weakref
-import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.utils import _pytree
 
-from adammcmc.errors import StoreCorrupt, StoreFull, StoreLocked, StoreMismatch, warn
-from adammcmc.posterior.store.encoding import (
-    HostCopies,
-    Tensors,
-    checksum,
-    encode,
-    read_state,
-    safetensors_parts,
-    strict_json,
-    write_parts,
-)
+from adammcmc.errors import StoreCorrupt, StoreMismatch, warn
+from adammcmc.posterior.store import files
+from adammcmc.posterior.store.base import MemoryStore, Store
+from adammcmc.posterior.store.checkpoint import CHECKPOINT, PREVIOUS, Checkpoints, is_sealed
+from adammcmc.posterior.store.encoding import HostCopies, Tensors, checksum, safetensors_parts, strict_json
+from adammcmc.posterior.store.files import format_bytes
+from adammcmc.posterior.store.lock import LOCK, Lock
 from adammcmc.posterior.store.records import (
     FORMAT,
     MANIFEST,
     Lines,
     Record,
-    check_manifest,
     draw_name,
     line_of,
     manifest_text,
     read_lines,
     read_manifest,
 )
-from adammcmc.posterior.store.whole import NotPlain, make_folder, open_new, open_plain, put, sync_folder
+from adammcmc.posterior.store.whole import make_folder
 
-__all__ = [
-    "CHECKPOINT",
-    "FORMAT",
-    "PREVIOUS",
-    "FolderStore",
-    "MemoryStore",
-    "Record",
-    "Store",
-    "check_manifest",
-    "check_space",
-    "format_bytes",
-    "read_manifest",
-]
+__all__ = ["CHECKPOINT", "FORMAT", "PREVIOUS", "FolderStore", "MemoryStore", "Record", "Store", "format_bytes", "read_manifest"]
 
-CHECKPOINT, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
-_LOCK, _INDEX = "lock", "index.jsonl"
-
-
-class Store(ABC):
-    """Where the draws of a run are kept.
-
-    Args:
-        manifest: what was run, as JSON.
-    """
-
-    def __init__(self, manifest: dict[str, Any]) -> None:
-        self.manifest = manifest
-        self._index: dict[int, list[Record]] = {}
-
-    @property
-    def index(self) -> list[Record]:
-        """Of all chains, one after the other."""
-        return [record for chain in sorted(self._index) for record in self._index[chain]]
-
-    def num_draws(self, chain: int) -> int:
-        """How many draws this chain has made, whether their weights were kept or not."""
-        return len(self._index.get(chain, []))
-
-    def kept(self) -> list[Record]:
-        """The draws whose weights are here."""
-        keep = self.manifest["keep"]
-        if keep == "moments":
-            return []
-        chains = [self._index[chain] for chain in sorted(self._index)]
-        return [record for chain in chains for record in (chain if keep == "draws" else chain[-keep:])]
-
-    @abstractmethod
-    def append(self, record: Record, tensors: Tensors) -> None:
-        """One more draw of chain `record["chain"]`."""
-
-    @abstractmethod
-    def load(self, record: Record) -> dict[str, Tensor]:
-        """The weights of a draw, on the host."""
-
-    @abstractmethod
-    def save(self, chain: int | None, state: dict[str, Any]) -> None:
-        """All that a chain needs to go on, in place of what was saved before; None: that a stack of all chains needs."""
-
-    def commit(self, record: Record, tensors: Tensors, state: dict[str, Any]) -> None:
-        """A draw, and the state of its chain after it."""
-        self.append(record, tensors)
-        self.save(record["chain"], state)
-
-    def commit_all(self, records: list[Record], tensors: Tensors, state: dict[str, Any] | None) -> None:
-        """A draw of every chain of a stack, its tensors (chains, ...), and the state of the stack after it (None: not now)."""
-        host = {name: x.detach().cpu() for name, x in tensors.items()}
-        for row, record in enumerate(records):
-            self.append(record, {name: x[row] for name, x in host.items()})
-        if state is not None:
-            self.save(None, state)  # last: before it is there, none of these draws counts
-
-    @abstractmethod
-    def saved(self, chain: int | None) -> dict[str, Any] | None:
-        """What was saved last; None before the first time."""
-
-    def restore(self, key: int | None, chains: Sequence[int]) -> dict[str, Any] | None:
-        """The state to go on from, of one chain or of a stack of all `chains`; draws that came after it are forgotten."""
-        return self.saved(key)
-
-    def flush(self) -> None:  # noqa: B027  (memory has nothing to wait for)
-        """Wait until all that was committed is kept; raise what went wrong with it."""
-
-    def close(self) -> None:  # noqa: B027  (memory has nothing to close)
-        """No more writing."""
-
-
-class MemoryStore(Store):
-    """In memory, for runs without a path."""
-
-    def __init__(self, manifest: dict[str, Any]) -> None:
-        super().__init__(manifest)
-        self._tensors: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self._saved: dict[int | None, dict[str, Any]] = {}
-
-    def append(self, record: Record, tensors: Tensors) -> None:
-        chain, draw, keep = record["chain"], record["draw"], self.manifest["keep"]
-        if keep != "moments":
-            self._tensors[chain, draw] = _on_host(tensors, self.manifest["dtype"])  # first: there may be no memory for it
-        self._index.setdefault(chain, []).append(strict_json(record))
-        if isinstance(keep, int):
-            self._tensors.pop((chain, draw - keep), None)
-
-    def load(self, record: Record) -> dict[str, Tensor]:
-        return self._tensors[record["chain"], record["draw"]]
-
-    def save(self, chain: int | None, state: dict[str, Any]) -> None:
-        self._saved[chain] = _pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
-
-    def saved(self, chain: int | None) -> dict[str, Any] | None:
-        return self._saved.get(chain)
+_INDEX = "index.jsonl"
 
 
 class FolderStore(Store):
-    """In a folder; see the top of this file for its layout.
+    """A run in a folder, laid out as above.
 
     Args:
         path: the folder.
-        manifest: of a new run, which begins to exist with `write_manifest`; None opens the run that is there.
-        writes: whether to write: takes the lock, and removes what an interrupted write left.
+        manifest: of a new run, which exists once `write_manifest` was called; None opens an existing run.
+        writes: open the run for writing: take the lock, and remove the temporary files of interrupted writes.
     """
 
     def __init__(self, path: str | Path, manifest: dict[str, Any] | None = None, *, writes: bool = False) -> None:
-        self.path = Path(path).expanduser().absolute()  # a run may change its folder
-        self._unlock: Callable[[], Any] = _nothing
+        self.path: Path = Path(path).expanduser().absolute()  # the process may change its working directory
+        self._lock: Lock | None = None
         self._verified: set[str] = set()
         self._folders: dict[int, Path] = {}
         self._left_out: dict[tuple[int, int], str] = {}
         """Draws whose files cannot be used, and why."""
         self._num_saved: dict[int, int] = {}
-        """How many draws a chain had at its last checkpoint."""
+        """The number of draws of a chain at its last checkpoint."""
         self._num_dropped: dict[int, int] = {}
-        self._writer: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
-        self._host = HostCopies()
-        if manifest is not None:
-            self._begin(manifest)
-        else:
+        self._writer, self._host = files.BackgroundWriter(), HostCopies()
+        try:
+            if manifest is not None:
+                self._begin(manifest)
+                return
+            found = read_manifest(self.path)  # a folder that holds no run is not touched
             if writes:
-                read_manifest(self.path)  # a folder that holds no run is not touched
-                self._take_lock()
-            try:
-                super().__init__(read_manifest(self.path))
-                self._read_index(writes)
-            except BaseException:
-                self.close()
-                raise
+                self._lock = Lock(self.path)
+                found = read_manifest(self.path)
+            super().__init__(found)
+            self._read_index(writes)
+        except BaseException:
+            self.close()
+            raise
 
     def _begin(self, manifest: dict[str, Any]) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise StoreMismatch(f"'{self.path}' is a file: `path` must be a folder for the run.")
         make_folder(self.path)
-        self._take_lock()
-        try:
-            if (self.path / MANIFEST).exists():
-                raise StoreMismatch(
-                    f"'{self.path}' holds a run already. Pass resume=True to go on with it, or choose another path."
-                )
-            # a run that was killed before it began has left first checkpoints at most
-            files = [p.relative_to(self.path) for p in self.path.rglob("*") if p.is_file() and p.suffix != ".tmp"]
-            if foreign := [str(p) for p in sorted(files) if p.name not in (_LOCK, CHECKPOINT, PREVIOUS)]:
-                raise StoreMismatch(
-                    f"'{self.path}' is not empty and holds no run (it has '{foreign[0]}'). Choose another path."
-                )
-            super().__init__(manifest)
-            chains = self._chain_folders()
-            for folder in (self.path, *chains.values()):
-                _remove_leftovers(folder)
-                for name in (CHECKPOINT, PREVIOUS):  # of another run, maybe: this one must never fall back on them
-                    (folder / name).unlink(missing_ok=True)
-            for folder in chains.values():
-                with suppress(OSError):
-                    folder.rmdir()
-        except BaseException:
-            self.close()
-            raise
+        self._lock = Lock(self.path)
+        if (self.path / MANIFEST).exists():
+            raise StoreMismatch(f"'{self.path}' holds a run already. Pass resume=True to continue it, or choose another path.")
+        # a run that was killed before it began has left at most its first checkpoints
+        found = [p.relative_to(self.path) for p in self.path.rglob("*") if p.is_file() and p.suffix != ".tmp"]
+        if foreign := [str(p) for p in sorted(found) if p.name not in (LOCK, CHECKPOINT, PREVIOUS)]:
+            raise StoreMismatch(f"'{self.path}' is not empty and holds no run (it has '{foreign[0]}'). Choose another path.")
+        super().__init__(manifest)
+        chains = self._chain_folders()
+        for folder in (self.path, *chains.values()):
+            files.remove_leftovers(folder)
+            for name in (CHECKPOINT, PREVIOUS):  # perhaps of another run: this one must never fall back on them
+                (folder / name).unlink(missing_ok=True)
+        for folder in chains.values():
+            with suppress(OSError):
+                folder.rmdir()
 
     @property
     def is_sealed(self) -> bool:
-        """Whether all files of this run have checksums: since format 2. A run of format 1 goes on as one."""
-        return bool(self.manifest.get("format", FORMAT) > 1)
-
-    @property
-    def is_stacked(self) -> bool:
-        """Whether all chains have one checkpoint."""
-        return bool(self.manifest["configuration"].get("stacked", False))
+        """Whether all files of this run have checksums."""
+        return is_sealed(self.manifest)
 
     def write_manifest(self) -> None:
-        """Write down what was run, anew."""
-        self._write_whole(self.path / MANIFEST, [manifest_text(self.manifest)])
+        files.replace_file(self.path / MANIFEST, [manifest_text(self.manifest)])
+
+    def flush(self) -> None:
+        self._writer.wait()
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._writer.close()
+            if self._lock is not None:
+                self._lock.release()
+
+    # --- draws --------------------------------------------------------------------------------------------------
 
     def kept(self) -> list[Record]:
         return [r for r in super().kept() if "file" in r and (r["chain"], r["draw"]) not in self._left_out]
 
     def append(self, record: Record, tensors: Tensors) -> None:
-        chain, draw, keep = record["chain"], record["draw"], self.manifest["keep"]
+        chain, draw = record["chain"], record["draw"]
         folder, record = self._folder(chain), strict_json(record)
-        if keep != "moments":
-            # an index that is lost can be made again from the draws; how long they took is not a part of what they are
+        if self.manifest["keep"] != "moments":
+            # a lost index can be rebuilt from the draws; the time that one took is not part of it
             text = json.dumps({key: value for key, value in record.items() if key != "seconds"}, allow_nan=False)
-            parts = safetensors_parts(
-                tensors,
-                {"record": text} if self.is_sealed else None,
-                dtype=self.manifest["dtype"],
-                is_sealed=self.is_sealed,
-            )
-            size, crc = self._write_whole(folder / draw_name(draw), parts)
+            metadata = {"record": text} if self.is_sealed else None
+            parts = safetensors_parts(tensors, metadata, dtype=self.manifest["dtype"], is_sealed=self.is_sealed)
+            size, crc = files.replace_file(folder / draw_name(draw), parts)
             record = {**record, "file": draw_name(draw), "bytes": size, "crc32": crc}
-        self._append_line(folder / _INDEX, line_of(record, is_sealed=self.is_sealed))
+        files.append_line(folder / _INDEX, line_of(record, is_sealed=self.is_sealed))
         self._index.setdefault(chain, []).append(record)
 
-    def commit(self, record: Record, tensors: Tensors, state: dict[str, Any]) -> None:
-        """As append and save. From an accelerator it is copied at once and written while the chain goes on.
+    def commit(self, records: Sequence[Record], tensors: Tensors, state: dict[str, Any] | None) -> None:
+        """As in `Store`. Data on an accelerator are copied at once, and written while the chains continue.
 
-        One commit at a time: the next one waits for this one, and raises what went wrong with it.
+        One commit at a time: the next one waits for this one, and raises its error.
         """
         self.flush()
         if self._is_on_host(tensors):
-            super().commit(record, tensors, state)
-            return
-        copies, saved = self._host((dict(tensors), state))
-        self._writer = self._writer or ThreadPoolExecutor(max_workers=1, thread_name_prefix="adammcmc-store")
-        self._pending = self._writer.submit(super().commit, record, copies, saved)
-
-    def commit_all(self, records: list[Record], tensors: Tensors, state: dict[str, Any] | None) -> None:
-        """As `commit`: from an accelerator it is copied at once and written while the chains go on."""
-        self.flush()
-        if self._is_on_host(tensors):
-            super().commit_all(records, tensors, state)
-            return
-        copies, saved = self._host((dict(tensors), state))
-        self._writer = self._writer or ThreadPoolExecutor(max_workers=1, thread_name_prefix="adammcmc-store")
-        self._pending = self._writer.submit(super().commit_all, records, copies, saved)
+            super().commit(records, tensors, state)
+        else:
+            self._writer.submit(super().commit, records, *self._host((dict(tensors), state)))
 
     @staticmethod
     def _is_on_host(tensors: Tensors) -> bool:
         return all(x.device.type == "cpu" for x in tensors.values())
-
-    def flush(self) -> None:
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.result()
 
     def load(self, record: Record) -> dict[str, Tensor]:
         file = self._file(record)
@@ -318,39 +176,62 @@ class FolderStore(Store):
                 names = list(content.keys())
                 shapes = {name: list(content.get_slice(name).get_shape()) for name in names}
                 right = {name: list(shape) for name, (_, shape) in self.manifest["model"]["tensors"].items()}
-                if right and shapes != right:  # before anything is read: a file may claim tensors of any size
+                if right and shapes != right:  # before any tensor is read: a file may claim any size
                     raise StoreCorrupt(f"'{file}' is not of this network: run.json names other tensors. {remedy}.")
                 return {name: content.get_tensor(name) for name in names}
         except StoreCorrupt:
             raise
-        except (OSError, SafetensorError, RuntimeError) as error:  # torch maps the file once more, and has errors of its own
+        except (OSError, SafetensorError, RuntimeError) as error:  # torch maps the file again, with its own errors
             if isinstance(self.manifest["keep"], int) and not os.path.lexists(file):
-                words = f"draw {record['draw']} was dropped by its run since: open the posterior again."
-                raise StoreMismatch(words) from error
+                raise StoreMismatch(f"draw {record['draw']} was dropped by its run since: open the posterior again.") from error
             raise StoreCorrupt(f"'{file}' cannot be read: {error}. {remedy}.") from error
 
-    # --- the checkpoints ----------------------------------------------------------------------------------------
-
-    def save(self, chain: int | None, state: dict[str, Any]) -> None:
-        folder = self.path if chain is None else self._folder(chain)
-        text, tensors = encode({**state, "of": self._owner(folder)} if self.is_sealed else state)
-        # how many draws it counts on stands by itself too, so that a reader need not read all of it to know
-        own = {"num_draws": str(state.get("num_draws", 0)), "state": text}
-        metadata = own if self.is_sealed else {"format": "1", "state": text}
-        parts = safetensors_parts(tensors, metadata, is_sealed=self.is_sealed)
-        self._write_whole(folder / CHECKPOINT, parts, keep_as=folder / PREVIOUS)
-        for one in self._index if chain is None else [chain]:
-            self._drop_old(one)  # only now: the checkpoint that is gone needed them
-
-    def saved(self, chain: int | None) -> dict[str, Any] | None:
-        """What was saved last, or, with a warning, what was saved before it, if it is damaged."""
-        if (chain is None) != self.is_stacked:
+    def problem_of(self, record: Record) -> str | None:
+        """What is wrong with a draw's file, without reading it."""
+        if "file" not in record:
             return None
-        chains = sorted(self._index) if chain is None else [chain]
+        file = self._file(record)
+        try:
+            found = file.lstat()
+        except FileNotFoundError:
+            return f"'{file}' is missing"
+        if not stat.S_ISREG(found.st_mode):
+            return f"'{file}' is not a plain file"
+        size, right = found.st_size, record["bytes"]
+        return None if size == right else f"'{file}' has {size} bytes, the index says {right}"
+
+    def _drop_old(self, chain: int) -> None:
+        """Delete the draws that neither the last two checkpoints nor readers need, if only the last draws are kept."""
+        records, keep = self._index.get(chain, []), self.manifest["keep"]
+        before, self._num_saved[chain] = self._num_saved.get(chain, 0), len(records)
+        if not isinstance(keep, int):
+            return
+        for record in records[self._num_dropped.get(chain, 0) : max(0, before - keep)]:
+            self._file(record).unlink(missing_ok=True)
+            self._num_dropped[chain] = record["draw"] + 1
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def checkpoints(self, key: int | None) -> Checkpoints:
+        """Of a chain, or (None) of all chains at once."""
+        return Checkpoints(self.path, key, self.manifest)
+
+    def save(self, key: int | None, state: dict[str, Any]) -> None:
+        if key is not None:
+            self._folder(key)
+        self.checkpoints(key).write(state)
+        for chain in self._index if key is None else [key]:
+            self._drop_old(chain)  # only now: the replaced checkpoint needed them
+
+    def saved(self, key: int | None) -> dict[str, Any] | None:
+        """The newest checkpoint or, with a warning, the previous one if the newest is damaged."""
+        if (key is None) != self.is_stacked:
+            return None
+        chains = sorted(self._index) if key is None else [key]
         problems, is_damaged = [], False
-        for file in self._checkpoints(chain):
+        for file in (both := self.checkpoints(key)).files:
             try:
-                state = self.read_checkpoint(file)
+                state = both.read(file)
             except StoreCorrupt as error:
                 problems.append(str(error))
                 is_damaged = True
@@ -359,7 +240,7 @@ class FolderStore(Store):
                 problems.append(f"the checkpoint '{file}' is missing.")
                 continue
             if problems:
-                warn(f"{problems[0]} The one before it is used.")
+                warn(f"{problems[0]} The previous one is used.")
             elif (most := max(map(self.num_draws, chains), default=0)) > state["num_draws"]:
                 warn(f"the checkpoint '{file}' is of draw {state['num_draws']} of {most}: so are health and moments.")
             return state
@@ -370,24 +251,21 @@ class FolderStore(Store):
         return None
 
     def restore(self, key: int | None, chains: Sequence[int]) -> dict[str, Any] | None:
-        """From the newest checkpoint that is whole and whose draws the index has; if it is the one before, with a warning."""
-        newest, previous = self._checkpoints(key)
+        """The newest checkpoint that is intact and whose draws are all in the index; warns if it is the previous one."""
+        both = self.checkpoints(key)
         problems = []
-        for file in (newest, previous):
+        for file in both.files:
             try:
-                state = self._usable(file, chains)
+                state = self.usable(both, file, chains)
             except StoreCorrupt as error:
                 problems.append(str(error))
                 continue
             if state is None:
                 continue
-            if file == previous:
-                why = problems[0] if problems else f"'{newest}' is missing."
-                warn(f"{why} The run goes on from the checkpoint before it.")
-                if os.path.lexists(newest):
-                    set_aside(newest)
-                self._keep_as(previous, newest)
-                sync_folder(newest.parent)
+            if file == both.previous:
+                why = problems[0] if problems else f"'{both.newest}' is missing."
+                warn(f"{why} The run resumes from the previous checkpoint.")
+                both.use_previous()
             for chain in chains:
                 self.rewind(chain, state["num_draws"])
             return state
@@ -395,48 +273,25 @@ class FolderStore(Store):
             raise StoreCorrupt(f"{problems[0]} `adammcmc check {self.path} --repair` recovers what it can.")
         return None
 
-    def _owner(self, folder: Path) -> str:
-        """Which run and which chain a checkpoint in this folder is of: a file of another must not pass for it."""
-        configuration = {key: value for key, value in self.manifest["configuration"].items() if key != "num_draws"}
-        made_from = [configuration, self.manifest["data"]["fingerprint"], self.manifest.get("starts")]
-        identity = zlib.crc32(json.dumps(made_from, sort_keys=True).encode())
-        return f"run {identity:08x}, {'all chains' if folder == self.path else folder.name}"
-
-    def _checkpoints(self, key: int | None) -> tuple[Path, Path]:
-        """The newest and the one before."""
-        folder = self.path if key is None else self.path / f"chain-{key}"
-        return folder / CHECKPOINT, folder / PREVIOUS
-
-    def read_checkpoint(self, file: Path) -> dict[str, Any] | None:
-        """What a checkpoint holds; None if it is not there."""
-        if not os.path.lexists(file):
-            return None
-        try:
-            state = read_state(file, must_be_sealed=self.is_sealed, may_be_link=False)
-            if not isinstance(state, dict):
-                raise ValueError("it holds no state of a chain")
-            if not (isinstance(count := state.get("num_draws"), int) and count >= 0):
-                raise ValueError(f"it has num_draws = {count!r}")
-            if (owner := state.pop("of", None)) != self._owner(file.parent) and self.is_sealed:
-                raise ValueError(f"it is of {str(owner)[:80]}, and not of this chain of this run")
-        except (OSError, ValueError) as error:
-            raise StoreCorrupt(f"the checkpoint '{file}' cannot be read: {error}. The draws are not affected.") from error
-        return state
-
-    def _usable(self, file: Path, chains: Sequence[int]) -> dict[str, Any] | None:
-        """A checkpoint from which a run can go on: with as many draws as the index has, or fewer."""
-        if (state := self.read_checkpoint(file)) is None:
+    def usable(self, both: Checkpoints, file: Path, chains: Sequence[int]) -> dict[str, Any] | None:
+        """A checkpoint to resume from: the index must have all its draws. None if the file does not exist."""
+        if (state := both.read(file)) is None:
             return None
         for chain in chains:
             if self.num_draws(chain) < state["num_draws"]:
-                raise StoreCorrupt(
-                    f"the index of chain {chain} in '{self.path}' has {self.num_draws(chain)} draws, its checkpoint "
-                    f"{state['num_draws']}: lines are missing."
-                )
+                raise StoreCorrupt(self._missing_lines(chain, state["num_draws"]))
         return state
 
+    def _missing_lines(self, chain: int, counted: int) -> str:
+        return (
+            f"the index of chain {chain} in '{self.path}' has {self.num_draws(chain)} draws, its checkpoint {counted}: lines "
+            "are missing."
+        )
+
+    # --- the index ----------------------------------------------------------------------------------------------
+
     def rewind(self, chain: int, num_draws: int) -> None:
-        """Forget the draws that came after the checkpoint: the chain makes them again."""
+        """Remove the draws after the checkpoint: the chain makes them again."""
         records = self._index.get(chain, [])
         self._num_saved[chain] = num_draws
         if len(records) == num_draws:
@@ -446,72 +301,32 @@ class FolderStore(Store):
             self._file(record).unlink(missing_ok=True)
 
     def write_index(self, chain: int, records: list[Record]) -> None:
-        """All of the index of a chain, anew."""
+        """Replace the index of a chain."""
         lines = [line_of(record, is_sealed=self.is_sealed) for record in records]
-        self._write_whole(self._folder(chain) / _INDEX, lines)
+        files.replace_file(self._folder(chain) / _INDEX, lines)
         self._index[chain] = records
 
-    def close(self) -> None:
-        try:
-            self.flush()
-        finally:
-            if self._writer is not None:
-                self._writer.shutdown()
-                self._writer = None
-            self._unlock()
-
-    # --- the files ----------------------------------------------------------------------------------------------
-
-    def _folder(self, chain: int) -> Path:
-        """Of a chain, to write to."""
-        if chain not in self._folders:
-            folder = self.path / f"chain-{chain}"
-            if not os.path.lexists(folder):
-                make_folder(folder)
-            self._folders[chain] = _checked_folder(folder)
-        return self._folders[chain]
-
-    def _chain_folders(self) -> dict[int, Path]:
-        """Those that are there, by number."""
-        names = sorted(entry.name for entry in os.scandir(self.path))
-        chains = {int(match[1]): self.path / match[0] for name in names if (match := re.fullmatch(r"chain-(0|[1-9]\d*)", name))}
-        return {chain: _checked_folder(folder) for chain, folder in sorted(chains.items())}
-
-    def _file(self, record: Record) -> Path:
-        return self.path / f"chain-{record['chain']}" / draw_name(record["draw"])
-
-    def _take_lock(self) -> None:
-        try:
-            import fcntl
-        except ImportError:  # no such locks on this system
-            return
-        with _refusing():
-            lock = open_plain(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
-        _locks.add(lock)
-        self._unlock = weakref.finalize(self, _let_go, lock)  # the lock goes with its file, whatever ends the process
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.close()
-            raise StoreLocked(f"another process writes to '{self.path}'. Wait for it, or choose another path.") from error
+    def read_chain(self, chain: int) -> Lines:
+        """The index of a chain as it is on disk, up to its first bad line."""
+        file = self.path / f"chain-{chain}" / _INDEX
+        with files.plain_files_only():
+            return read_lines(file, chain, is_sealed=self.is_sealed, has_files=self.manifest["keep"] != "moments")
 
     def _read_index(self, writes: bool) -> None:
-        """The index as it is; read again if its run, which keeps the last draws only, has dropped some since."""
+        """Read the index; again if its run, which keeps only the last draws, has dropped some in the meantime."""
         for _ in range(5):
             counts = {} if writes else self._counted_draws()  # before the index, which is never behind them
             self._read_lines(writes)
-            self._left_out = {(r["chain"], r["draw"]): words for r in super().kept() if (words := self.problem_of(r))}
+            self._left_out = {(r["chain"], r["draw"]): problem for r in super().kept() if (problem := self.problem_of(r))}
             is_dropping = isinstance(self.manifest["keep"], int) and not writes
-            if not (is_dropping and any(words.endswith("is missing") for words in self._left_out.values())):
+            if not (is_dropping and any(problem.endswith("is missing") for problem in self._left_out.values())):
                 break
         if not writes and (missing := self.missing_chains()):
             warn(f"{', '.join(missing[:3])}{' ...' * (len(missing) > 3)} missing in '{self.path}': the other chains are used.")
         for chain, count in counts.items():
             if self.num_draws(chain) < count:
-                warn(
-                    f"the index of chain {chain} in '{self.path}' has {self.num_draws(chain)} draws, its checkpoint {count}: "
-                    f"lines are missing. `adammcmc check {self.path} --repair` makes the index again from the draws.",
-                )
+                remedy = f"`adammcmc check {self.path} --repair` rebuilds the index from the draws."
+                warn(f"{self._missing_lines(chain, count)} {remedy}")
         if self._left_out:
             problems = list(self._left_out.values())
             more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
@@ -520,46 +335,9 @@ class FolderStore(Store):
                 f"`adammcmc check {self.path} --repair` sets aside what is damaged.",
             )
 
-    def missing_chains(self) -> list[str]:
-        """Folders of chains that should be there. (Those of a stack come with its first draw.)"""
-        number = self.manifest["configuration"]["num_chains"]
-        if self.is_stacked and not self._index:
-            with suppress(StoreCorrupt):
-                states = [self.read_checkpoint(file) for file in self._checkpoints(None)]
-                if not any(state["num_draws"] for state in states if state is not None):
-                    return []
-        return [f"chain-{chain}" for chain in range(number) if chain not in self._index]
-
     def _counted_draws(self) -> dict[int, int]:
-        """How many draws the newest checkpoint of each chain counts on, by its header; 0 where that says nothing."""
-        counts = {}
-        for chain in self._chain_folders():
-            with suppress(OSError, SafetensorError, RuntimeError, KeyError, TypeError, ValueError):
-                file = self._checkpoints(None if self.is_stacked else chain)[0]
-                os.close(open_plain(file))
-                with safe_open(file, framework="pt") as content:
-                    counts[chain] = int(content.metadata()["num_draws"])
-        return counts
-
-    def problem_of(self, record: Record) -> str | None:
-        """What can be seen of a draw's file without reading it."""
-        if "file" not in record:
-            return None
-        file = self._file(record)
-        try:
-            found = file.lstat()
-        except FileNotFoundError:
-            return f"'{file}' is missing"
-        if not stat.S_ISREG(found.st_mode):
-            return f"'{file}' is no plain file"
-        size, right = found.st_size, record["bytes"]
-        return None if size == right else f"'{file}' has {size} bytes, the index says {right}"
-
-    def read_chain(self, chain: int) -> Lines:
-        """The index of a chain as the disk has it, up to its first bad line."""
-        file = self.path / f"chain-{chain}" / _INDEX
-        with _refusing():
-            return read_lines(file, chain, is_sealed=self.is_sealed, has_files=self.manifest["keep"] != "moments")
+        """The number of draws of each chain by the header of its newest checkpoint."""
+        return {chain: self.checkpoints(None if self.is_stacked else chain).num_draws() for chain in self._chain_folders()}
 
     def _read_lines(self, writes: bool) -> None:
         folders, number = self._chain_folders(), self.manifest["configuration"]["num_chains"]
@@ -573,182 +351,50 @@ class FolderStore(Store):
         if not writes:
             return
         for folder in (self.path, *folders.values()):
-            _remove_leftovers(folder)
+            files.remove_leftovers(folder)
         for chain, lines in found.items():
             index = folders[chain] / _INDEX
-            # a file with two names is another folder's too (a copy made of hard links), and is not written to
+            # a file with two names also belongs to another folder (a copy made of hard links): do not write to it
             if lines.problem is not None or lines.is_unfinished or (index.exists() and index.stat().st_nlink > 1):
                 self.write_index(chain, lines.records)
 
     def _check_that_no_checkpoint_needs_it(self, chain: int, problem: str) -> None:
-        """A bad line after the last draw of a checkpoint is a write that was interrupted: it is made again on resume."""
+        """A bad line after the draws of a checkpoint is an interrupted write: its draw is made again on resume."""
         key, chains = (None, sorted(self._index)) if self.is_stacked else (chain, [chain])
-        for file in self._checkpoints(key):
+        both = self.checkpoints(key)
+        for file in both.files:
             with suppress(StoreCorrupt):
-                if self._usable(file, chains) is not None:
+                if self.usable(both, file, chains) is not None:
                     warn(f"{problem}: draws from there on are left out, and made again on resume.")
                     return
-        raise StoreCorrupt(f"{problem}. `adammcmc check {self.path} --repair` makes the index again from the draws.")
+        raise StoreCorrupt(f"{problem}. `adammcmc check {self.path} --repair` rebuilds the index from the draws.")
 
-    def _write_whole(self, file: Path, parts: Iterable[bytes | memoryview], *, keep_as: Path | None = None) -> tuple[int, int]:
-        """All of a file or nothing: written under another name, then renamed. Returns its size and its checksum.
+    def missing_chains(self) -> list[str]:
+        """The folders of chains that should exist. (Those of chains that run at once come with the first draw.)"""
+        number = self.manifest["configuration"]["num_chains"]
+        if self.is_stacked and not self._index:
+            with suppress(StoreCorrupt):
+                states = map((both := self.checkpoints(None)).read, both.files)
+                if not any(state["num_draws"] for state in states if state is not None):
+                    return []
+        return [f"chain-{chain}" for chain in range(number) if chain not in self._index]
 
-        `keep_as` is the name that the file has from then on which had this name before.
-        """
-        temporary = file.with_name(file.name + ".tmp")
-        with self._watching_space(file), _refusing():
-            try:
-                with open(open_new(temporary), "wb", buffering=0) as written:
-                    size, crc = write_parts(written, parts)
-                    os.fsync(written.fileno())
-                if keep_as is not None:
-                    self._keep_as(file, keep_as)
-                put(temporary, file)
-            except BaseException:
-                with suppress(OSError):
-                    temporary.unlink(missing_ok=True)
-                raise
-        return size, crc
+    # --- files --------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _keep_as(file: Path, name: Path) -> None:
-        """Give a file a second name, in place of what has it; where the system cannot, its only one."""
-        if not os.path.lexists(file):
-            return
-        name.unlink(missing_ok=True)
-        try:
-            os.link(file, name, follow_symlinks=False)
-        except OSError:
-            os.replace(file, name)
+    def _folder(self, chain: int) -> Path:
+        """The folder of a chain, to write to."""
+        if chain not in self._folders:
+            folder = self.path / f"chain-{chain}"
+            if not os.path.lexists(folder):
+                make_folder(folder)
+            self._folders[chain] = files.checked_folder(folder)
+        return self._folders[chain]
 
-    def _append_line(self, file: Path, line: bytes) -> None:
-        with self._watching_space(file), _refusing():
-            is_new = not file.exists()
-            with open(open_plain(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0) as index:
-                size = index.seek(0, os.SEEK_END)
-                try:
-                    write_parts(index, [line])
-                    os.fsync(index.fileno())  # before the checkpoint that counts on it
-                except BaseException:
-                    with suppress(OSError):
-                        index.truncate(size)
-                    raise
-            if is_new:
-                sync_folder(file.parent)
+    def _chain_folders(self) -> dict[int, Path]:
+        """The existing folders of chains, by number."""
+        names = sorted(entry.name for entry in os.scandir(self.path))
+        chains = {int(match[1]): self.path / match[0] for name in names if (match := re.fullmatch(r"chain-(0|[1-9]\d*)", name))}
+        return {chain: files.checked_folder(folder) for chain, folder in sorted(chains.items())}
 
-    @contextmanager
-    def _watching_space(self, file: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise StoreFull(
-                    errno.ENOSPC,
-                    f"the disk is full: '{file}' could not be written. All earlier draws are kept; make room and pass "
-                    "resume=True to go on",
-                ) from error
-            raise
-
-    def _drop_old(self, chain: int) -> None:
-        """Of a run that keeps the last draws, those that neither its last two checkpoints nor its readers need."""
-        records, keep = self._index.get(chain, []), self.manifest["keep"]
-        before, self._num_saved[chain] = self._num_saved.get(chain, 0), len(records)
-        if not isinstance(keep, int):
-            return
-        for record in records[self._num_dropped.get(chain, 0) : max(0, before - keep)]:
-            self._file(record).unlink(missing_ok=True)
-            self._num_dropped[chain] = record["draw"] + 1
-
-
-def set_aside(file: Path) -> Path:
-    """Rename what is damaged: nothing is deleted, and its name is free."""
-    number = next(n for n in range(1, 1_000_000) if not os.path.lexists(_aside(file, n)))
-    file.rename(_aside(file, number))
-    sync_folder(file.parent)
-    return _aside(file, number)
-
-
-def _aside(file: Path, number: int) -> Path:
-    return file.with_name(f"{file.name}.damaged{f'-{number}' if number > 1 else ''}")
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """What writers that were interrupted left."""
-    for file in folder.glob("*.tmp"):
-        if re.fullmatch(r"(run\.json|index\.jsonl|(checkpoint|draw-\d+)\.safetensors)\.tmp", file.name):
-            with suppress(OSError):  # a folder of that name is not ours
-                file.unlink()
-
-
-def _checked_folder(folder: Path) -> Path:
-    """Refuse a link in the place of a chain's folder: what is written there must stay in the run."""
-    if not stat.S_ISDIR(folder.lstat().st_mode):
-        raise StoreCorrupt(f"'{folder}' is a symbolic link or a file, and must be a folder.")
-    return folder
-
-
-@contextmanager
-def _refusing() -> Iterator[None]:
-    """Links, pipes and folders in the place of files, with the reason."""
-    try:
-        yield
-    except (NotPlain, IsADirectoryError) as error:
-        raise StoreCorrupt(f"{error.strerror or error}.") from error
-
-
-def check_space(path: Path, needed: int) -> None:
-    """Refuse a run that the disk has no room for."""
-    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise StoreFull(
-            errno.ENOSPC,
-            f"the run would write {format_bytes(needed)}, and '{path}' has {format_bytes(free)} left. Keep fewer draws "
-            "(`num_draws`, keep=k for the last k, keep='moments'), or store them with dtype=torch.bfloat16",
-        )
-
-
-def format_bytes(number: int) -> str:
-    """For people."""
-    size, units = float(number), ["bytes", "kB", "MB", "GB", "TB", "PB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    return f"{size:.3g} {units[0]}"
-
-
-# --- small things ---------------------------------------------------------------------------------------------------------
-
-
-_locks: set[int] = set()
-
-
-def _let_go(lock: int) -> None:
-    if lock in _locks:
-        _locks.discard(lock)
-        os.close(lock)
-
-
-def _forget_locks() -> None:
-    """In a forked process (a worker that loads data): it must not hold a lock that its parent, when killed, let go."""
-    for lock in _locks:
-        with suppress(OSError):
-            os.close(lock)
-    _locks.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_locks)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _on_host(tensors: Tensors, dtype: str | None) -> dict[str, Tensor]:
-    """Copies that share nothing, floating ones in the dtype that was asked for."""
-    kind = None if dtype is None else getattr(torch, dtype)
-    return {
-        name: x.detach().to("cpu", kind if kind is not None and x.is_floating_point() else x.dtype, copy=True).contiguous()
-        for name, x in tensors.items()
-    }
+    def _file(self, record: Record) -> Path:
+        return self.path / f"chain-{record['chain']}" / draw_name(record["draw"])

@@ -1,0 +1,276 @@
+"""The loop of a run: steps, draws, checkpoints and callbacks, for one chain or for many that run at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from adammcmc.errors import StoreCorrupt, StoreMismatch
+from adammcmc.kernels.kernel import Info
+from adammcmc.posterior.moments import Moments
+from adammcmc.posterior.store.folder import Record, Store
+from adammcmc.runs.callbacks import Event, OwnNumbers
+from adammcmc.runs.interrupts import Interrupt
+from adammcmc.samplers.adaptation import BurnIn
+from adammcmc.samplers.progress import Bar
+from adammcmc.target.data import derive_seed
+from adammcmc.target.target import Target
+
+if TYPE_CHECKING:
+    from adammcmc.runs.session import Session
+
+__all__ = ["Chains", "Loop"]
+
+_CHECKPOINT_SECONDS = 60.0  # between checkpoints, where draws are far apart
+
+
+class Chains(Protocol):
+    """C >= 1 chains of one network, advanced together. The loop uses nothing else of a sampler."""
+
+    @property
+    def num_chains(self) -> int: ...
+    @property
+    def num_steps(self) -> int: ...  # of each chain so far, burn-in included
+    @property
+    def is_adapting(self) -> bool: ...  # whether settings still change, so that no draw may be taken
+    @property
+    def info(self) -> Info: ...  # the last step, fields (C,)
+    @property
+    def mean_acceptance_rate(self) -> Tensor: ...  # (C,)
+    @property
+    def beta_eff(self) -> Tensor: ...  # (C,); NaN where unknown
+    @property
+    def targets(self) -> Sequence[Target]: ...  # one per chain
+    def step(self, batch: Any) -> Any: ...  # one transition of every chain
+    def check(self) -> None: ...  # raises `NonFiniteLoss` if a chain froze
+    def present_loss(self) -> Tensor: ...  # mean loss at the present weights, as far as it was evaluated, (C,)
+    def log_prior(self) -> Tensor: ...  # at the present weights, (C,), float64
+    def draws(self) -> dict[str, Tensor]: ...  # the state dictionary, (C, ...); refused while the settings adapt
+    def health_sums(self) -> list[dict[str, float]]: ...  # the running sums behind a chain's health, one per chain
+    def health_state(self) -> dict[str, Any]: ...  # what else is needed to compute a chain's health
+    def reset_health(self) -> None: ...  # discards the sums of burn-in
+    def describe(self) -> str: ...  # the realised target of the first chain in one line
+    def place(self, chain: int) -> None: ...  # writes one chain's weights into the model
+    def view(self, chain: int) -> Any: ...  # one chain, as callbacks see it in `event.sampler`
+    def state_dict(self) -> dict[str, Any]: ...  # everything needed to resume bit for bit, weights included
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Loop:
+    """Takes chains from their last checkpoint to their last draw.
+
+    Args:
+        session: the plan, the model and the data.
+        chains: what to run.
+        key: the number of the chain, or None for all chains of the run at once. Checkpoints are stored under it.
+        scheduler: stepped after each step.
+    """
+
+    def __init__(self, session: Session, chains: Chains, key: int | None, scheduler: LRScheduler | None = None) -> None:
+        self.session, self.plan, self.chains, self.key, self.scheduler = session, session.plan, chains, key, scheduler
+        self.numbers = range(key or 0, (key or 0) + chains.num_chains)
+        """The chains' numbers in the run."""
+        self.burned_in_at: int | None = None
+        """The step at which burn-in ended; None during burn-in."""
+        self.num_draws = 0
+        """Draws of each chain so far."""
+        self._burn_in = self._planned_burn_in()
+        self._moments = None if self.plan.keep == "draws" else [Moments() for _ in self.numbers]
+        self._sums: list[dict[str, float]] = [{} for _ in self.numbers]
+        """The health sums at the last draw."""
+        self._draw_began = self._saved_at = 0.0
+
+    def _planned_burn_in(self) -> int | None:
+        """Number of steps; None: as long as the sampler adapts."""
+        burn_in = self.plan.burn_in
+        if burn_in == 0 and self.chains.is_adapting:
+            raise ValueError(
+                "`burn_in` is 0, and the sampler finds its step size in burn-in. Give the sampler a `step_size`, or leave "
+                "out `burn_in`."
+            )
+        if isinstance(burn_in, int):
+            return burn_in
+        if isinstance(burn_in, BurnIn) or self.chains.is_adapting:
+            return None
+        return self.plan.num_draws * self.plan.gap // 4
+
+    @property
+    def name(self) -> str:
+        """For the progress bar and for errors."""
+        total = self.plan.num_chains
+        if self.key is None:
+            return f"{total} chain{'s' * (total > 1)} at once"
+        return f"chain {self.key + 1}/{total}" if total > 1 else type(self.chains.view(0)).__name__
+
+    def run(self, store: Store, bar: Bar, interrupt: Interrupt) -> None:
+        """Run to the last draw, or to the end of the step in which a signal arrived; the state is then saved."""
+        self._restore(store)
+        plan, chains = self.plan, self.chains
+        if self.num_draws >= plan.num_draws:
+            return
+        if self._ends_burn_in():
+            self.burned_in_at = chains.num_steps  # there is no burn-in
+        seed = derive_seed(plan.seed, self.numbers[0], 3, chains.num_steps)
+        self._callback_numbers = OwnNumbers(seed, self.session.device)
+        self._saved_at = time.monotonic()
+        self._notify("on_start")
+        self._draw_began = time.perf_counter()
+        while self.num_draws < plan.num_draws:
+            self._step(store)
+            try:
+                self._notify("on_step")
+                bar.update(chains.num_steps, self._num_steps(), self._status)
+            finally:  # also when a callback fails, or the bar cannot write to a closed terminal
+                if interrupt.is_set:
+                    self._save(store)
+                    raise interrupt.exception()
+        store.flush()
+        self._notify("on_end")
+
+    def _step(self, store: Store) -> None:
+        """One transition, then whatever is due: the end of burn-in, a draw, a checkpoint."""
+        chains = self.chains
+        chains.step(self.session.next_batch())
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if chains.num_steps == 1 and not self.key:  # the layers are known now; the first chain describes them for all
+            store.manifest["target"] = self.session.describe(chains)
+            store.write_manifest()
+        if self._ends_burn_in():
+            self.burned_in_at = chains.num_steps
+            self._sums = [{} for _ in self.numbers]
+            chains.reset_health()
+            self._draw_began = time.perf_counter()
+        elif self.burned_in_at is not None and (chains.num_steps - self.burned_in_at) % self.plan.gap == 0:
+            self._draw(store)
+        elif store.is_durable and time.monotonic() - self._saved_at > _CHECKPOINT_SECONDS:
+            self._save(store)
+
+    def _ends_burn_in(self) -> bool:
+        is_over = not self.chains.is_adapting and self.chains.num_steps >= (self._burn_in or 0)
+        return self.burned_in_at is None and is_over
+
+    def _draw(self, store: Store) -> None:
+        """Store the present weights."""
+        chains = self.chains
+        columns = chains.present_loss().double(), chains.log_prior(), chains.info.is_accepted.double()
+        numbers = torch.stack(columns, 1).tolist()
+        chains.check()  # the device is synchronised: a frozen chain is visible now
+        sums, began = chains.health_sums(), self._draw_began
+        self._draw_began = time.perf_counter()
+        seconds = round(self._draw_began - began, 6)
+        records = [self._record(i, row, sums[i], seconds) for i, row in enumerate(numbers)]
+        tensors = chains.draws()
+        for record, values in zip(records, self.session.probed(tensors), strict=False):
+            record["probe"] = values
+        if self._moments is not None:
+            host = {name: x.cpu() for name, x in tensors.items()}
+            for i, moments in enumerate(self._moments):
+                moments.add({name: x[i] for name, x in host.items()})
+        self.num_draws += 1
+        self._sums = sums
+        is_saved = store.is_durable or self.num_draws == self.plan.num_draws
+        store.commit(records, tensors, self.state() if is_saved else None)
+        self._saved_at = time.monotonic()
+        self._notify("on_draw", records)
+
+    def _record(self, i: int, numbers: Sequence[float], sums: dict[str, float], seconds: float) -> Record:
+        """A draw's line in the index."""
+        loss, log_prior, is_accepted = numbers
+        since = {key: value - self._sums[i].get(key, 0.0) for key, value in sums.items()}
+        return {
+            "draw": self.num_draws,
+            "chain": self.numbers[i],
+            "step": self.chains.num_steps,
+            "loss": loss,
+            "potential": self.chains.targets[i].scale * loss - log_prior,
+            "acceptance_rate": since["rate"] / max(1.0, since["num_steps"]),
+            "num_accepted": round(since["accepted"]),
+            "is_accepted": bool(is_accepted),
+            "seconds": seconds,
+            "health": sums,
+        }
+
+    def _notify(self, method: str, records: Sequence[Record] | None = None) -> None:
+        """Call a method of all callbacks that override it, for each chain."""
+        callbacks = [callback for callback in self.plan.callbacks if callback.overrides(method)]
+        if not callbacks:
+            return
+        with self._callback_numbers:
+            for i, chain in enumerate(self.numbers):
+                self.chains.place(i)
+                is_burning_in = self.burned_in_at is None
+                view, model = self.chains.view(i), self.session.model
+                event = Event(chain, self.chains.num_steps, self.num_draws, is_burning_in, view, model)
+                for callback in callbacks:
+                    getattr(callback, method)(event, *([] if records is None else [records[i]]))
+
+    def _num_steps(self) -> int | None:
+        """Of the whole run; None while the length of burn-in is unknown."""
+        start = self._burn_in if self.burned_in_at is None else self.burned_in_at
+        return None if start is None else start + self.plan.num_draws * self.plan.gap
+
+    def _status(self) -> str:
+        chains = self.chains
+        loss, rate, beta = (float(x.mean()) for x in (chains.info.loss, chains.mean_acceptance_rate, chains.beta_eff))
+        hot = f" beta_eff {beta:.2f}" if beta < 0.995 else ""  # (False for NaN: unknown, or irrelevant)
+        return f"loss {loss:.3g} acceptance {rate:.2f}{hot}{' burn-in' if self.burned_in_at is None else ''}"
+
+    # --- the checkpoint -----------------------------------------------------------------------------------------
+
+    def _save(self, store: Store) -> None:
+        store.flush()
+        store.save(self.key, self.state())
+        self._saved_at = time.monotonic()
+
+    def _restore(self, store: Store) -> None:
+        if (saved := store.restore(self.key, self.numbers)) is None:
+            raise StoreMismatch(f"{self.name} has no checkpoint.")
+        try:
+            self.load(saved)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:  # intact, but not written by this version
+            raise StoreCorrupt(
+                f"the checkpoint of {self.name} is not one of this run ({type(error).__name__}: {error})."
+            ) from error
+
+    def state(self) -> dict[str, Any]:
+        """Everything that is needed to resume bit for bit."""
+        device = self.session.device
+        return {
+            "sampler": self.chains.state_dict(),
+            "scheduler": None if self.scheduler is None else _plain_state(self.scheduler),
+            "data": self.session.data.state_dict(),
+            "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            "burn_in": self._burn_in,
+            "burned_in_at": self.burned_in_at,
+            "num_draws": self.num_draws,
+            "sums": self._sums,
+            "moments": None if self._moments is None else [moments.state_dict() for moments in self._moments],
+            "health": self.chains.health_state(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
+        device = self.session.device
+        self.chains.load_state_dict(state["sampler"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if state["data"]:
+            self.session.data.load_state_dict(state["data"])
+        torch.set_rng_state(state["random"])
+        if state["random_cuda"] is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(state["random_cuda"], device)
+        self._burn_in, self.burned_in_at, self.num_draws = state["burn_in"], state["burned_in_at"], state["num_draws"]
+        self._sums = [dict(sums) for sums in state["sums"]]
+        self._moments = None if state["moments"] is None else [Moments(moments) for moments in state["moments"]]
+
+
+def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:
+    """Without functions, such as those of LambdaLR."""
+    return {key: value for key, value in scheduler.state_dict().items() if not callable(value)}

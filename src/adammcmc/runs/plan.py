@@ -1,0 +1,146 @@
+"""A run before it starts: the arguments of `sample`, validated once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim.lr_scheduler import LRScheduler
+
+from adammcmc.posterior.posterior import Posterior
+from adammcmc.posterior.store.encoding import can_store
+from adammcmc.runs.callbacks import Callback
+from adammcmc.runs.factory import Factory, given_options, innermost
+from adammcmc.runs.session import Session
+from adammcmc.samplers.adaptation import BurnIn
+from adammcmc.samplers.processes import check_not_distributed
+from adammcmc.samplers.sampler import Sampler
+from adammcmc.target.likelihood import Likelihood
+from adammcmc.target.target import Prior
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Everything that `sample` takes, checked, printable, and ready to run. The arguments are those of `sample`.
+
+    Example:
+        >>> import torch.nn.functional as F
+        >>> x = torch.randn(60, 2)
+        >>> plan = Plan(nn.Linear(2, 3), (x, x.argmax(1)), F.cross_entropy, num_draws=20, gap=5, burn_in=200)
+        >>> print(plan)
+        model    Linear, 9 trainable weights
+        sampler  Underdamped (default)
+        chains   1, each with 20 draws 5 steps apart after 200 steps of burn-in; seed 0
+        storage  draws in memory
+        >>> posterior = plan.run()
+    """
+
+    model: nn.Module
+    train: Any
+    loss: Callable[..., Tensor]
+    _: KW_ONLY
+    sampler: Factory | None = None
+    batch_size: int | None = None
+    prior: Prior | None = None
+    num_draws: int = 200
+    gap: int = 50
+    burn_in: int | BurnIn | None = None
+    num_chains: int = 1
+    stacked: bool | None = None
+    seed: int = 0
+    path: str | Path | None = None
+    resume: bool = False
+    keep: Literal["draws", "moments"] | int = "draws"
+    dtype: torch.dtype | None = None
+    initial: Sequence[Mapping[str, Tensor]] | None = None
+    warm_start: torch.optim.Optimizer | Mapping[str, Any] | None = None
+    scheduler: Callable[[Sampler], LRScheduler] | None = None
+    callbacks: Sequence[Callback] = ()
+    likelihood: str | Likelihood | None = None
+    num_data: int | None = None
+    config: Mapping[str, Any] | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_model()
+        for name, least in (("num_draws", 1), ("gap", 1), ("num_chains", 1), ("seed", 0), ("burn_in", 0), ("keep", 1)):
+            value = getattr(self, name)
+            if value is None or isinstance(value, BurnIn | str):
+                continue
+            if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+                raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+            object.__setattr__(self, name, int(value))  # JSON has no NumPy integers
+        if isinstance(self.keep, str) and self.keep not in ("draws", "moments"):
+            raise ValueError(f"`keep` must be 'draws', 'moments' or a number of last draws, got {self.keep!r}.")
+        kind = self.dtype
+        if kind is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point and can_store(kind)):
+            raise ValueError(f"`dtype` must be a floating torch.dtype, such as torch.bfloat16, got {kind!r}.")
+        if self.resume and self.path is None:
+            raise ValueError("resume=True needs `path`, the folder of the run.")
+        if self.path is not None:
+            object.__setattr__(self, "path", Path(self.path).expanduser())
+        if self.initial is not None and len(self.initial) != self.num_chains:
+            raise ValueError(
+                f"`initial` must have one state dictionary for each of {self.num_chains} chains, got {len(self.initial)}."
+            )
+        if not isinstance(self.callbacks, list | tuple):
+            raise TypeError(f"`callbacks` must be a list of callbacks, got {type(self.callbacks).__name__}.")
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"`callbacks` must hold instances of adammcmc.Callback, got {type(callback).__name__}.")
+
+    def _check_model(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise TypeError(f"`model` must be a torch.nn.Module, got {type(self.model).__name__}.")
+        check_not_distributed(self.model)
+        if any(isinstance(p, UninitializedParameter) for p in self.model.parameters()):
+            raise ValueError("the model has uninitialized lazy layers: call it on one batch first.")
+        if not any(p.requires_grad for p in self.model.parameters()):
+            raise ValueError("no parameter of the model requires a gradient: there is nothing to sample.")
+
+    def __str__(self) -> str:
+        number = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        made_by = innermost(self.sampler)
+        options = ", ".join(f"{name}={value}" for name, value in given_options(self.sampler).items())
+        length = self.burn_in.num_steps if isinstance(self.burn_in, BurnIn) else self.burn_in
+        burn_in = "burn-in" if length is None else f"{length} steps of burn-in"
+        return "\n".join(
+            [
+                f"model    {type(self.model).__name__}, {number:,} trainable weights",
+                f"sampler  {'Underdamped (default)' if made_by is None else getattr(made_by, '__name__', made_by)}"
+                + (f"({options})" if options else "")
+                + ("" if self.batch_size is None else f", batches of {self.batch_size}"),
+                f"chains   {self.num_chains}, each with {self.num_draws} draws {self.gap} steps apart after {burn_in}; "
+                f"seed {self.seed}",
+                f"storage  {f'last {self.keep} draws' if isinstance(self.keep, int) else self.keep} in "
+                + ("memory" if self.path is None else f"'{self.path}'"),
+            ]
+        )
+
+    @property
+    def folder(self) -> Path:
+        """`path`, of a plan that has one."""
+        assert self.path is not None
+        return Path(self.path)
+
+    def manifest(self) -> dict[str, Any]:
+        """What `run.json` stores: target, configuration, versions, fingerprints of data and model. Takes no step."""
+        with Session(self).prepared() as session:
+            return session.manifest()
+
+    def run(self) -> Posterior:
+        """Run all chains to their last draw. See `sample` for what is returned and raised."""
+        with Session(self).prepared() as session:
+            store = session.open_store()
+            try:
+                session.run(store)
+            finally:
+                store.close()
+        return Posterior(store, session.model)

@@ -1,0 +1,306 @@
+"""A plan while it is carried out: its model, data, loss and samplers, and the store of its draws.
+
+Chains run one after another, or all at once. Each starts from a checkpoint (a new one from that of step 0), so that
+every run takes the path of a resumed one.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from adammcmc.errors import NonFiniteLoss, warn
+from adammcmc.posterior.posterior import Posterior, bare
+from adammcmc.posterior.predictive import Probe
+from adammcmc.posterior.store.files import check_space, format_bytes
+from adammcmc.posterior.store.folder import FolderStore, MemoryStore, Store, read_manifest
+from adammcmc.posterior.store.memory import free_memory
+from adammcmc.runs.engines import OneChain, Stack, model_tensors, prefers_stack, stack_chains, write_tensors
+from adammcmc.runs.factory import as_factory, build, finds_settings, given_options, innermost, scanned
+from adammcmc.runs.interrupts import deferred_interrupt
+from adammcmc.runs.loop import Chains, Loop
+from adammcmc.runs.manifest import check_same_run, new_manifest, note_environment
+from adammcmc.samplers.adaptation import BurnIn
+from adammcmc.samplers.corrected import CorrectedMALA
+from adammcmc.samplers.progress import show_bar
+from adammcmc.samplers.sampler import Sampler
+from adammcmc.target.data import as_data, derive_seed, to_device
+from adammcmc.target.likelihood import DataExamples, Loss, as_likelihood, likelihood_of
+
+if TYPE_CHECKING:
+    from adammcmc.runs.plan import Plan
+
+__all__ = ["Session", "forecast_size"]
+
+_logger = logging.getLogger("adammcmc")
+
+
+class Session:
+    """What all chains of a run share. Use it inside `prepared`.
+
+    Args:
+        plan: what to run. `plan.model` is what is called, and may be compiled; `model` is the bare module.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.model = plan, bare(plan.model)
+        self.device = next(self.model.parameters()).device
+        self.data = as_data(plan.train, plan.batch_size, plan.num_data)
+        if plan.path is not None and self.data.why_not_resumable is not None:
+            warn(f"this run cannot be resumed if it is interrupted: {self.data.why_not_resumable}.")
+        self.has_fixed_data = self.data.batch_size == self.data.num_data
+        """Whether every batch is the whole data set."""
+        self.factory = as_factory(plan.sampler, plan.prior, self.model, self.has_fixed_data)
+        self.scan = scanned(self.factory, plan.num_chains)
+        """Sampler options with one value per chain."""
+        self.loss = Loss(plan.loss)
+        self.likelihood = likelihood_of(plan.loss) if plan.likelihood is None else as_likelihood(plan.likelihood)
+        self.prototype: Sampler
+        """The newest sampler of chain 0."""
+        self.first_batch: Any = None
+        self.probe: Probe | None = None
+        """Predictions that are stored with each draw."""
+        self.stack: Stack | None = None
+        """All chains at once; None where they run one after another."""
+
+    @contextmanager
+    def prepared(self) -> Iterator[Session]:
+        """Evaluates the loss once and decides whether to stack. At the end the model and the data are as before."""
+        with _restored(self.model, self.device):
+            try:
+                whole = to_device(self.data.fetch(slice(None)), self.device) if self.has_fixed_data else None
+                self.first_batch = whole if self.has_fixed_data else to_device(next(self.data), self.device)
+                self.loss.try_out(self.plan.model, self.first_batch)
+                self.probe = Probe.make(self.model, self.first_batch, self.loss, self.likelihood)
+                self.data.restart(0)
+                is_stacked = self._is_stacked()
+                if is_stacked or (is_stacked is None and self.plan.num_chains > 1 and prefers_stack(self.device, self.model)):
+                    self.stack = stack_chains(self, is_required=is_stacked is True)
+                yield self
+            finally:
+                self.data.restart(0)  # ends its workers
+
+    def _is_stacked(self) -> bool | None:
+        plan = self.plan
+        if plan.stacked is None and plan.resume and (plan.folder / "run.json").exists():
+            return bool(read_manifest(plan.folder)["configuration"].get("stacked", False))  # as the run was started
+        return plan.stacked
+
+    def next_batch(self) -> Any:
+        """On the model's device."""
+        return self.first_batch if self.has_fixed_data else to_device(next(self.data), self.device)
+
+    def probed(self, tensors: dict[str, Tensor]) -> list[list[float]]:
+        """The predictions of a draw of each chain, tensors (chains, ...); empty without a probe."""
+        if self.probe is None:
+            return []
+        is_one = len(next(iter(tensors.values()))) == 1
+        return [self.probe({name: x[0] for name, x in tensors.items()})] if is_one else self.probe.stacked(tensors)
+
+    def describe(self, chains: Chains, *, is_full: bool = True) -> str:
+        """The realised target, of a scan that of its first chain. `is_full` adds how an example's losses are averaged."""
+        scan = f" | chain 0 of {self.plan.num_chains}, which differ in {', '.join(self.scan)}" if self.scan else ""
+        return chains.describe() + scan + (self.loss.averaging if is_full else "")
+
+    # --- the chains ---------------------------------------------------------------------------------------------
+
+    @property
+    def keys(self) -> list[int | None]:
+        """Of the loops of this run: one per chain, or one for all."""
+        return list(range(self.plan.num_chains)) if self.stack is None else [None]
+
+    def new_loop(self, key: int | None) -> Loop:
+        """The chain of this number at its first step, with its weights in the model; None: all chains at once."""
+        if key is None:
+            assert self.stack is not None
+            return Loop(self, self.stack, None)
+        sampler = self.new_sampler(key)
+        self.restart(key)
+        scheduler = None if self.plan.scheduler is None else _build_scheduler(self.plan.scheduler, sampler)
+        return Loop(self, OneChain(sampler, self), key, scheduler)
+
+    def restart(self, chain: int) -> None:
+        """Reset the data order and torch's global random numbers to those of the chain's first step."""
+        self.data.restart(derive_seed(self.plan.seed, chain, 1))
+        torch.manual_seed(derive_seed(self.plan.seed, chain, 2))
+
+    def new_sampler(self, chain: int) -> Sampler:
+        """The sampler of a chain, with its starting weights in the model."""
+        plan, data = self.plan, self.data
+        if plan.initial is not None:
+            self.model.load_state_dict(plan.initial[chain])
+        factory = functools.partial(self.factory, **{name: values[chain] for name, values in self.scan.items()})
+        generator = torch.Generator(self.device).manual_seed(derive_seed(plan.seed, chain, 0))
+        options: dict[str, Any] = {"num_data": data.num_data, "generator": generator}
+        made_by = innermost(factory)
+        is_function = not isinstance(made_by, type)
+        needs_examples = is_function or getattr(given_options(factory).get("acceptance"), "needs_examples", False)
+        if self.has_fixed_data:
+            options["fixed_data"] = True
+        if (needs_examples and not self.has_fixed_data) or (not is_function and issubclass(made_by, CorrectedMALA)):
+            options["examples"] = DataExamples(plan.model, data, self.loss, self.device)
+        if isinstance(plan.burn_in, BurnIn) or (plan.burn_in and finds_settings(factory)):
+            options["burn_in"] = plan.burn_in
+        sampler = build(factory, self.model, options)
+        sampler.hold_padding(self.model)
+        if sampler.target.num_data != data.num_data:
+            raise ValueError(
+                f"the sampler has num_data={sampler.target.num_data}, the data set holds {data.num_data} examples: leave out "
+                "`num_data`."
+            )
+        if sampler.fixed_data and not self.has_fixed_data:
+            raise ValueError(
+                f"the sampler has fixed_data=True, but batches of {data.batch_size} of {data.num_data} examples change from "
+                "step to step. Leave out batch_size (all data at once), or fixed_data."
+            )
+        sampler.generator = generator
+        self.prototype = sampler if chain == 0 else self.prototype
+        if plan.warm_start is not None:
+            start = plan.warm_start
+            state = start.state_dict() if isinstance(start, torch.optim.Optimizer) else dict(start)
+            state.pop("adammcmc", None)  # of a sampler only the moments, not its random numbers and counters
+            sampler.load_state_dict(state)
+        return sampler
+
+    def run(self, store: Store) -> None:
+        """Run all chains to their last draw."""
+        for key in self.keys:
+            loop = self.new_loop(key)
+            with show_bar(loop.name, show=self.plan.progress) as bar:
+                try:
+                    with deferred_interrupt() as interrupt:
+                        loop.run(store, bar, interrupt)
+                except BaseException as error:
+                    self._attach_draws(error, loop, store)
+                    raise
+
+    def _attach_draws(self, error: BaseException, loop: Loop, store: Store) -> None:
+        """Make the completed draws available from the exception, and note where they are."""
+        error.result = Posterior(store, self.model)  # type: ignore[attr-defined]  # first: the rest may fail too
+        if isinstance(error, NonFiniteLoss):
+            error.remedy = (
+                "Check the data, the loss and the prior (at step 0: whether the weights lie inside its support). If they are "
+                "right, take shorter steps (step_size, lr, sigma). Earlier draws are kept."
+            )
+        with suppress(Exception):  # the original error matters more
+            store.flush()
+            error.result = Posterior(store, self.model)  # type: ignore[attr-defined]  # with what was being written
+            how = "it cannot be resumed" if self.data.why_not_resumable else "the same call with resume=True continues it"
+            count = len(store.index)
+            error.add_note(
+                f"'{store.path}' keeps {count} draws; {how}."
+                if store.is_durable
+                else f"the {count} draws so far are in the exception's `result`."
+            )
+            if isinstance(error, SystemExit):  # Python does not print its notes
+                _logger.warning("; ".join(error.__notes__))
+            if not store.is_durable:
+                store.save(loop.key, loop.state())
+
+    # --- the store ----------------------------------------------------------------------------------------------
+
+    def manifest(self) -> dict[str, Any]:
+        """What `run.json` stores."""
+        return new_manifest(self, self.new_loop(self.keys[0]))
+
+    def open_store(self) -> Store:
+        """A new store with the first checkpoint of every chain, or that of the run to resume."""
+        plan, manifest = self.plan, self.manifest()
+        size = forecast_size(
+            self.model, num_draws=plan.num_draws, num_chains=plan.num_chains, keep=plan.keep, dtype=manifest["dtype"]
+        )
+        if plan.path is None:
+            _check_memory(size)
+            store: Store = MemoryStore(manifest)
+        elif plan.resume and (plan.folder / "run.json").exists():
+            return self._reopened(manifest)
+        else:
+            check_space(plan.folder, size)
+            _logger.info(f"writing about {format_bytes(size)} to '{plan.path}'")
+            store = FolderStore(plan.folder, manifest)
+        with _closed_on_error(store):
+            for key in self.keys:
+                store.save(key, self.new_loop(key).state())
+            store.write_manifest()  # last: from now on the folder holds a run
+        return store
+
+    def _reopened(self, manifest: dict[str, Any]) -> Store:
+        store = FolderStore(self.plan.folder, writes=True)
+        with _closed_on_error(store):
+            check_same_run(store.manifest, manifest, self)
+            note_environment(store.manifest, manifest, store.path)
+            store.manifest["configuration"]["num_draws"] = self.plan.num_draws
+            store.manifest |= {key: manifest[key] for key in ("config",) if key in manifest}
+            store.write_manifest()
+        return store
+
+
+def _build_scheduler(make: Callable[[Sampler], LRScheduler], sampler: Sampler) -> LRScheduler:
+    """The user's scheduler, if it suits this sampler."""
+    sampler.check_schedulable()
+    scheduler = make(sampler)
+    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+        raise TypeError(
+            "`scheduler` must make a scheduler that depends on the number of steps, such as CosineAnnealingLR, got "
+            f"{type(scheduler).__name__}."
+        )
+    return scheduler
+
+
+@contextmanager
+def _closed_on_error(store: Store) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        store.close()
+        raise
+
+
+def forecast_size(
+    model: nn.Module, *, num_draws: int, num_chains: int, keep: str | int = "draws", dtype: str | None = None
+) -> int:
+    """Bytes of all draws and checkpoints of a run, as `sample` would store it."""
+    kind = None if dtype is None else torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+    tensors = [x for x in model.state_dict().values() if isinstance(x, Tensor)]
+    one = sum(x.numel() * (kind if kind is not None and x.is_floating_point() else x.element_size()) + 128 for x in tensors)
+    weights = sum(x.numel() * x.element_size() + 128 for x in tensors)
+    kept = min(keep + 2, num_draws) if isinstance(keep, int) else (num_draws if keep == "draws" else 0)
+    moments = 0 if keep == "draws" else 16 * sum(x.numel() for x in tensors)
+    # a checkpoint holds weights and two moments; the previous one is kept, and a third exists while they are replaced
+    return int(num_chains) * (kept * (one + 900) + num_draws * 900 + 3 * (4 * weights + moments + 50_000))
+
+
+def _check_memory(size: int) -> None:
+    free = free_memory()
+    if free is not None and size > free:
+        raise MemoryError(
+            f"the draws would take {format_bytes(size)} of memory, and {format_bytes(free)} are free. Pass `path` to keep them "
+            "on disk, or keep fewer (`num_draws`, keep=k, keep='moments', dtype=torch.bfloat16)."
+        )
+
+
+@contextmanager
+def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restores weights, buffers, gradients, modes and torch's global random numbers at the end."""
+    before = {name: x.detach().clone() for name, x in model_tensors(model)}
+    absent = [(module, name) for module in model.modules() for name, x in module._buffers.items() if x is None]
+    grads = [(p, p.grad) for p in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            for p, grad in grads:
+                p.grad = grad
+            for module, name in absent:
+                module._buffers[name] = None
+            write_tensors(model, before)
