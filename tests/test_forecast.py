@@ -19,7 +19,7 @@ def test_a_forecast_is_near_the_truth(tmp_path: Path) -> None:
     recipe = prepare(Source(TEXT, (), tmp_path, "a.toml"))
     said = forecast(recipe)
     began = time.perf_counter()
-    posterior = recipe.sample(tmp_path / "run", progress=False)
+    posterior = recipe.plan(tmp_path / "run", progress=False).run()
     seconds = time.perf_counter() - began
     written = sum(file.stat().st_size for file in (tmp_path / "run").rglob("*"))
     assert said.target == posterior.target

@@ -46,11 +46,11 @@ def test_a_class_says_its_own_options() -> None:
         "learn_preconditioner",
     ]
     assert options["max_steps"].default == 50_000
-    assert options["window"].help == "steps in the first window."
+    assert options["window"].help == "Steps in the first window."
     sampler = {
         option.name: option for option in options_of(Underdamped, without=("num_data",), texts={"batch_norm": "as told"})
     }
-    assert sampler["batch_norm"].help == "as told"  # its docstring does not tell
+    assert sampler["batch_norm"].help == "As told"  # its docstring does not tell
     assert "preconditioner" not in sampler  # tensors are not TOML
     assert "generator" not in sampler
     assert "num_data" not in sampler

@@ -131,7 +131,7 @@ def test_every_sampler_runs(home: Path) -> None:
     for name, changes in settings.items():
         text = GOOD[: GOOD.index("[sampler]")] + GOOD[GOOD.index("[prior]") :]
         recipe = made(home, f"sampler.name={name}", *changes, text=text)
-        posterior = recipe.sample(None, progress=False)
+        posterior = recipe.plan(None, progress=False).run()
         assert len(posterior) == 6
         assert posterior.store.manifest["configuration"]["sampler"] == name
 
@@ -147,7 +147,7 @@ def test_every_sampler_runs(home: Path) -> None:
     ],
 )
 def test_priors(home: Path, changes: list[str], words: str) -> None:
-    posterior = made(home, *changes).sample(None, num_draws=1, gap=1, burn_in=0, progress=False)
+    posterior = made(home, *changes).plan(None, num_draws=1, gap=1, burn_in=0, progress=False).run()
     assert words in posterior.target
 
 
@@ -192,7 +192,7 @@ def test_a_project_that_moved_is_found(home: Path, tmp_path_factory: pytest.Temp
     """The run folder knows where its configuration lies from itself."""
     path = home / "runs" / "a"
     with modules_forgotten():
-        made(home).sample(path, progress=False)
+        made(home).plan(path, progress=False).run()
     moved = tmp_path_factory.mktemp("moved") / "project"
     home.rename(moved)
     source = Source.of_run(moved / "runs" / "a")
@@ -298,7 +298,7 @@ def test_what_config_holds_must_be_json(home: Path) -> None:
     recipe = made(home)
     bad: Any = {"a": object()}
     with pytest.raises(TypeError, match="not JSON serializable"):
-        recipe.sample(home / "new", config=bad)
+        recipe.plan(home / "new", config=bad).run()
     assert not (home / "new").exists()
 
 
@@ -340,7 +340,7 @@ def test_whole_numbers_in_files_become_what_the_loss_and_the_network_take(bits: 
     assert inputs.dtype == np.float32
     assert inputs.max() > 200
     assert targets.dtype == (np.int64 if "mse" in loss else np.float32)  # of an unknown likelihood they may be labels
-    assert len(recipe.sample(None, progress=False)) == 2
+    assert len(recipe.plan(None, progress=False).run()) == 2
     assert recipe.likelihood.name in ("bernoulli", "gaussian", "values")
 
 

@@ -112,6 +112,7 @@ def sample(
         )
     if path.exists() and not path.is_dir():
         raise ValueError(f"'{path}' is a file: the draws need a folder.")
+    plan = recipe.plan(path, callbacks=[Announcement()])
     if dry_run:
         from adammcmc.cli.forecast import forecast
 
@@ -120,7 +121,7 @@ def sample(
     with stopping(lambda: _after_stop(path, _flag(recipe))):
         if (loss := recipe.train_first()) is not None:
             say(f"trained: {recipe.training_steps:,} steps of Adam, last loss {loss:.4g}")
-        posterior = recipe.sample(path, callbacks=[Announcement()])
+        posterior = plan.run()
     _show_result(posterior, path, _flag(recipe))
 
 
@@ -139,7 +140,7 @@ def resume(
         wanted = num_draws or read_manifest(run)["configuration"]["num_draws"]
         recipe = prepare(_source(run, config, trust_code))
         before = len(FolderStore(run).index)
-        posterior = recipe.sample(run, resume=True, num_draws=wanted, callbacks=[Announcement()])
+        posterior = recipe.plan(run, resume=True, num_draws=wanted, callbacks=[Announcement()]).run()
     if len(posterior.store.index) == before:
         say(f"the run was complete: `adammcmc resume {run} --num-draws N` adds draws.")
     _show_result(posterior, run, _flag(recipe))

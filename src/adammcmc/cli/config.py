@@ -1,7 +1,8 @@
 """TOML -> frozen dataclasses: the configuration of `adammcmc sample`, validated before anything is loaded.
 
-A section is a dataclass below, with one `key` for each setting; or it names an object of the library (a sampler, a prior, an
-acceptance test, a burn-in), whose signature defines the keys. The documentation of the file is generated from both.
+A section is a dataclass below, with one `key` for each setting; or its keys are the arguments of something in the library: of
+`sample` for [run], of the named class for [sampler], [prior], [acceptance] and [burn_in]. The documentation of the file is
+generated from both.
 """
 
 # ruff: noqa: RUF009  (`key` returns a dataclass field)
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from adammcmc.cli.options import REQUIRED, Option, argument_texts, default_words, key, nearest, options_of, read_table
@@ -30,6 +32,7 @@ __all__ = [
     "read_text",
     "schema",
     "schema_as_toml",
+    "section_options",
     "thing_options",
 ]
 
@@ -85,31 +88,6 @@ class TrainingSection:
 
 
 @dataclass(frozen=True)
-class RunSection:
-    """How many draws, how far apart, and where they are stored: arguments of `adammcmc.sample`."""
-
-    path: str | None = key('Folder for the draws; left out: "runs/NAME" for NAME.toml.')
-    num_draws: int = key("Draws of each chain.", 200, least=1)
-    gap: int = key("Steps between two draws.", 50, least=1)
-    burn_in: int | None = key(
-        "Steps to discard at the start; left out: until the sampler has adapted, or a quarter of the steps that follow.",
-        least=0,
-    )
-    num_chains: int = key("Number of chains, each with its own random numbers.", 1, least=1)
-    stacked: bool | None = key("Run all chains in one batched computation; left out: on a GPU, where possible.")
-    batch_size: int | None = key("Examples in a step; left out: the DataLoader's, or all data.", least=1)
-    seed: int = key("Fixes every random number.", 0, least=0)
-    keep: Literal["draws", "moments"] | int = key(
-        'What is stored: "draws", "moments" (mean and variance of the weights), or a number: the last draws only.',
-        "draws",
-        least=1,
-    )
-    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = key(
-        "Of the stored draws; left out: that of the weights."
-    )
-
-
-@dataclass(frozen=True)
 class Choice:
     """The name of an object of the library, and the options for it."""
 
@@ -119,14 +97,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole configuration. Each field is a section: of a type above, or a `Choice` of a named object."""
+    """A whole configuration. Each field is a section: a dataclass above, the settings of the run, or a `Choice`."""
 
     task: str | None
     model: ModelSection
     data: DataSection
     loss: LossSection
     training: TrainingSection
-    run: RunSection
+    run: SimpleNamespace
     sampler: Choice | None
     prior: Choice | None
     acceptance: Choice | None
@@ -137,6 +115,7 @@ _HINTS = typing.get_type_hints(Config)
 _SECTIONS: dict[str, type] = {name: kind for name, kind in _HINTS.items() if isinstance(kind, type)}
 _CHOICES = [name for name, kind in _HINTS.items() if kind == Choice | None]
 _DEFAULT_SAMPLER = "Underdamped"
+_DTYPES = Literal["float64", "float32", "bfloat16", "float16"] | None
 _TASK = Option("task", str | None, None, "A bundled task, in place of [model], [data] and [loss]")
 # filled in by `sample`, or configured in a section of its own
 _FILLED = ("params", "num_data", "generator", "examples", "fixed_data", "prior", "acceptance", "burn_in", "model", "made_for")
@@ -173,6 +152,19 @@ def _is_configurable(thing: Callable[..., Any]) -> bool:
     known = {option.name for option in options_of(thing)} | set(_FILLED)
     required = (p for p in inspect.signature(thing).parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD)
     return not getattr(thing, "_is_protocol", False) and all(p.name in known for p in required)
+
+
+@cache
+def section_options(section: str) -> list[Option]:
+    """The keys of a section that names no object. Those of [run] are the arguments of `sample` that no other section sets."""
+    if section != "run":
+        return options_of(_SECTIONS[section])
+    from adammcmc.runs.run import sample
+
+    elsewhere = ("train", "warm_start", "likelihood", "num_data", "config", "resume", "progress")
+    path, dtype = 'Folder for the draws; left out: "runs/NAME" for NAME.toml.', argument_texts(sample)["dtype"]
+    options = [o._replace(help=path) if o.name == "path" else o for o in options_of(sample, without=elsewhere)]
+    return [*options, Option("dtype", _DTYPES, None, dtype)]
 
 
 def thing_options(section: str, name: str) -> list[Option]:
@@ -250,7 +242,8 @@ def parse(table: Mapping[str, Any]) -> Config:
             raise ValueError(f"[{name}] must be a section with keys, got {name} = {value!r}.")
     parts: dict[str, Any] = {"task": None, **read_table("", {k: v for k, v in table.items() if k == "task"}, [_TASK])}
     for name, kind in _SECTIONS.items():
-        parts[name] = kind(**read_table(f"[{name}]", table.get(name, {}), options_of(kind)))
+        given = read_table(f"[{name}]", table.get(name, {}), section_options(name))
+        parts[name] = kind(**{option.name: option.default for option in section_options(name)} | given)
     for name in _CHOICES:
         parts[name] = _choice(name, table[name]) if name in table else None
     config = Config(**parts)
@@ -300,7 +293,8 @@ def schema() -> Iterator[tuple[str, str, list[Option]]]:
     tasks = "; ".join(f'"{name}": {(make.__doc__ or "").rstrip(".")}' for name, make in TASKS.items())
     yield "", "Before the first section", [_TASK._replace(help=f"{_TASK.help}. {tasks}.")]
     for name, kind in _SECTIONS.items():
-        yield f"[{name}]", kind.__doc__ or "", options_of(kind)
+        text = "How many draws, how far apart, and where they are stored." if name == "run" else kind.__doc__ or ""
+        yield f"[{name}]", text, section_options(name)
     for section in _CHOICES:
         for name, thing in named_things(section).items():
             heading = f"[{section}]" if section == "burn_in" else f'[{section}] name = "{name}"'

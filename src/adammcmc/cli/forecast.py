@@ -99,7 +99,7 @@ def _timed(recipe: Recipe, steps: int) -> tuple[float, Posterior]:
     began = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one step of burn-in adapts nothing
-        posterior = recipe.sample(None, burn_in=shortest, num_draws=1, gap=steps, keep="moments", progress=False)
+        posterior = recipe.plan(None, burn_in=shortest, num_draws=1, gap=steps, keep="moments", progress=False).run()
     return time.perf_counter() - began, posterior
 
 

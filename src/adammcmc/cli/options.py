@@ -65,12 +65,13 @@ def options_of(
     metadata: dict[str, Mapping[str, Any]] = {field.name: field.metadata for field in fields}
     own, options = argument_texts(thing), []
     for name, parameter in inspect.signature(thing).parameters.items():
-        kind, declared = hints.get(name, Any), metadata.get(name, {})
+        kind, declared = _expressible(hints.get(name, Any)), metadata.get(name, {})
         if name in without or parameter.kind is parameter.VAR_KEYWORD or not type_words(kind):
             continue
         text = own.get(name, "")
         if not text or text.startswith("as in "):
             text = (texts or {}).get(name, text)
+        text = f"{text[:1].upper()}{text[1:]}"
         default = declared.get("default", parameter.default)
         options.append(Option(name, kind, default, declared.get("help", text), declared.get("least")))
     return options
@@ -160,6 +161,14 @@ def _fit(value: Any, kind: Any) -> Any:
     elif isinstance(value, dict) and isinstance(origin, type) and issubclass(origin, Mapping):
         return {name: _fit(v, arguments[1]) for name, v in value.items()}
     raise _Misfit
+
+
+def _expressible(kind: Any) -> Any:
+    """A union without the types that TOML cannot express; another type as it is."""
+    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+        return kind
+    arms = tuple(arm for arm in typing.get_args(kind) if arm is type(None) or type_words(arm))
+    return typing.Union[arms] if arms else kind  # noqa: UP007
 
 
 _PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a text", Any: "any value"}

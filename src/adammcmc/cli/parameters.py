@@ -40,7 +40,7 @@ def options_from(kind: type, **defaults: Any) -> Callable[[Command], Command]:
 
 
 def _parameter(field: Option) -> inspect.Parameter:
-    shown = option(f"{field.help[0].upper()}{field.help[1:]}", "--" + field.name.replace("_", "-"))
+    shown = option(field.help, "--" + field.name.replace("_", "-"))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     return inspect.Parameter(field.name, kind, default=field.default, annotation=Annotated[field.kind, shown])
 

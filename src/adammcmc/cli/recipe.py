@@ -28,12 +28,11 @@ from adammcmc.cli.config import Choice, Config, named_things, read_config, read_
 from adammcmc.cli.options import nearest
 from adammcmc.cli.tasks import TASKS, Task
 from adammcmc.errors import StoreCorrupt, StoreMismatch, warn
-from adammcmc.posterior.posterior import Posterior
 from adammcmc.posterior.store.archives import check_fits, read_npz
 from adammcmc.posterior.store.folder import read_manifest
 from adammcmc.runs.callbacks import Callback, Event
 from adammcmc.runs.factory import SCANNED
-from adammcmc.runs.run import sample
+from adammcmc.runs.plan import Plan
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.progress import track
 from adammcmc.samplers.terminal import say
@@ -147,8 +146,8 @@ class Recipe:
         given = self.config.loss.likelihood
         return likelihood_of(self.loss) if given is None else as_likelihood(given)
 
-    def sample(self, path: Path | None, **changes: Any) -> Posterior:
-        """Sample as configured; `changes` are arguments of `adammcmc.sample`."""
+    def plan(self, path: Path | None, **changes: Any) -> Plan:
+        """The run, validated; `changes` replaces arguments of `adammcmc.sample`."""
         dtype = self.config.run.dtype
         options: dict[str, Any] = {
             **vars(self.config.run),
@@ -161,7 +160,9 @@ class Recipe:
             "path": path,
             "config": None if path is None else self.source.as_json(path),
         }
-        return sample(self.model, self.train, self.loss, **(options | changes))
+        train = self.train
+        with _at("[run]"):
+            return Plan(self.model, train, self.loss, **(options | changes))
 
     @property
     def path(self) -> Path:
@@ -174,7 +175,8 @@ class Recipe:
     def burn_in(self) -> int | BurnIn | None:
         """The burn-in, for `adammcmc.sample`."""
         if self.config.burn_in is None:
-            return self.config.run.burn_in
+            steps: int | None = self.config.run.burn_in
+            return steps
         with _at("[burn_in]"):
             return BurnIn(**self.config.burn_in.options)
 

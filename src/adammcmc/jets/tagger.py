@@ -28,7 +28,7 @@ from adammcmc.posterior.posterior import Posterior
 from adammcmc.posterior.predictive import Prediction
 from adammcmc.posterior.store.encoding import read_state, write_state
 from adammcmc.runs.factory import Factory
-from adammcmc.runs.run import sample
+from adammcmc.runs.plan import Plan
 from adammcmc.samplers.exact import Underdamped
 from adammcmc.samplers.optimizer import AdamMCMC, AsReleased
 from adammcmc.samplers.progress import Bar, show_bar
@@ -245,7 +245,7 @@ class Tagger:
             raise ValueError("'underdamped' uses all jets in each step: they must fit in memory.")
         names = ("inverse_temperature",) if is_exact else ("inverse_temperature", "lr", "betas", "sigma", "sigma_along")
         self.net.train(settings.in_training_mode)
-        return sample(
+        return Plan(
             self._called,
             self.data(jets, None if is_exact or batch_size is None else min(batch_size, count_of(jets))),
             F.cross_entropy,
@@ -260,7 +260,7 @@ class Tagger:
             path=path,
             resume=resume,
             progress=progress,
-        )
+        ).run()
 
     def posterior(self, folder: str | Path) -> Posterior:
         """The draws that are stored in this folder."""
