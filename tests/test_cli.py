@@ -279,11 +279,13 @@ def test_a_dry_run_says_all_and_writes_nothing(home: Path, monkeypatch: pytest.M
     assert answer.code == 0, answer.err
     assert listing(home) == before
     for words in (
-        "target:  p(theta) ~ exp(-lambda * sum_i loss_i) * prior | lambda = 1 (T = 1), n = 40 | prior: N(0, 1^2), P = 17",
-        "network: Sequential, 17 parameters, on cpu",
-        "data:    40 examples, 40 in a step",
-        "draws:   1,000 of each of 1 chain, 2 steps apart",
-        "in dry",
+        "target   p(theta) ~ exp(-lambda * sum_i loss_i) * prior | lambda = 1 (T = 1), n = 40 | prior: N(0, 1^2), P = 17",
+        "model    Sequential, 17 trainable weights",
+        "data     40 examples, 40 in a step",
+        "sampler  AdamMCMC(lr=0.01, sigma=0.01, sigma_along=1.0)",
+        "chains   1, each with 1000 draws 2 steps apart after 4 steps of burn-in; seed 0",
+        "in 'dry'",
+        " on cpu, ",
         "2,004 steps at",
         "4 of them burn-in",
         "Nothing was written",
@@ -298,7 +300,7 @@ def test_the_schema_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "my.toml").write_text(answer.out)
     answer = ask("sample", tmp_path / "my.toml", "--dry-run")
     assert answer.code == 0, answer.err
-    assert "354 parameters" in answer.out
+    assert "354 trainable weights" in answer.out
     assert "| exact" in answer.out
 
 

@@ -209,7 +209,7 @@ def check_answer(home: Path, outcomes: list[str]) -> None:
     errors = [line for line in answer.err.splitlines() if not line.startswith("adammcmc: warning: ")]
     if answer.code == 0:
         assert not errors
-        assert answer.out.startswith("target:  p(theta)")
+        assert answer.out.startswith("target   p(theta)")
     else:
         assert answer.code == 1
         assert answer.out == ""

@@ -23,7 +23,6 @@ def test_a_forecast_is_near_the_truth(tmp_path: Path) -> None:
     seconds = time.perf_counter() - began
     written = sum(file.stat().st_size for file in (tmp_path / "run").rglob("*"))
     assert said.target == posterior.target
-    assert said.num_params == 481
     assert said.num_data == said.batch_size == 60
     assert (said.num_steps, said.burn_in) == (400, 100)
     assert 0.3 * written < said.size < 10 * written
@@ -48,7 +47,7 @@ def test_the_length_of_burn_in(changes: list[str], steps: int | None, monkeypatc
     recipe = prepare(Source(TEXT, tuple(changes), Path(), "a.toml"))
     said = forecast(recipe)
     assert said.burn_in == steps
-    [line] = [line for line in said.lines(recipe, Path("runs/a")) if line.startswith("time: ")]
+    [line] = [line for line in str(said).splitlines() if line.startswith("time ")]
     assert ("thousands of steps" in line) == (steps is None)
 
 

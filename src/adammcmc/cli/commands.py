@@ -116,7 +116,8 @@ def sample(
     if dry_run:
         from adammcmc.cli.forecast import forecast
 
-        say("\n".join(forecast(recipe).lines(recipe, path)))
+        training = f"training {recipe.training_steps:,} steps of Adam first\n" if recipe.training_steps else ""
+        say(f"{forecast(recipe)}\n{training}{plan}\nNothing was written: this was a dry run.")
         return
     with stopping(lambda: _after_stop(path, _flag(recipe))):
         if (loss := recipe.train_first()) is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
 
 from adammcmc.cli.recipe import Recipe
 from adammcmc.posterior.posterior import Posterior
@@ -21,13 +22,11 @@ _ENOUGH_SECONDS = 1.0
 _MOST_STEPS = 4096
 
 
-@dataclass(frozen=True)
-class Forecast:
+class Forecast(NamedTuple):
     """What `adammcmc sample --dry-run` shows."""
 
     target: str
     """One line."""
-    num_params: int
     num_data: int
     batch_size: int | None
     size: int
@@ -38,30 +37,26 @@ class Forecast:
     """Of each chain, after burn-in."""
     burn_in: int | None
     """Steps; None if burn-in ends when the sampler has adapted."""
+    device: torch.device
 
     @property
     def seconds(self) -> float:
         """Wall time of the run, without a burn-in of unknown length."""
         return self.step_seconds * (self.num_steps + (self.burn_in or 0))
 
-    def lines(self, recipe: Recipe, path: Path) -> Iterator[str]:
-        """The forecast in words."""
-        run, device = recipe.config.run, next(recipe.model.parameters()).device
+    def __str__(self) -> str:
         batch = "the loader's batches" if self.batch_size is None else f"{self.batch_size:,} in a step"
-        steps = f"{self.num_steps + (self.burn_in or 0):,} steps at {format_seconds(self.step_seconds)}"
+        steps = f"{self.num_steps + (self.burn_in or 0):,} steps at {format_seconds(self.step_seconds)} on {self.device}"
         if self.burn_in is None:
             burn_in = "plus a burn-in that ends when the sampler has adapted (thousands of steps)"
         else:
             burn_in = f"{self.burn_in:,} of them burn-in"
-        training = f", after {recipe.training_steps:,} steps of Adam" if recipe.training_steps else ""
-        chains = f"{run.num_chains} chain{'s' * (run.num_chains > 1)}"
-        yield f"target:  {self.target}"
-        yield f"network: {type(recipe.model).__name__}, {self.num_params:,} parameters, on {device}{training}"
-        yield f"data:    {self.num_data:,} example{'s' * (self.num_data != 1)}, {batch}"
-        yield f"draws:   {run.num_draws:,} of each of {chains}, {run.gap} steps apart"
-        yield f"size:    about {format_bytes(self.size)} in {path}"
-        yield f"time:    about {format_seconds(self.seconds)}: {steps}, {burn_in}"
-        yield "Nothing was written: this was a dry run."
+        return (
+            f"target   {self.target}\n"
+            f"data     {self.num_data:,} example{'s' * (self.num_data != 1)}, {batch}\n"
+            f"size     about {format_bytes(self.size)}\n"
+            f"time     about {format_seconds(self.seconds)}: {steps}, {burn_in}"
+        )
 
 
 def forecast(recipe: Recipe) -> Forecast:
@@ -70,25 +65,24 @@ def forecast(recipe: Recipe) -> Forecast:
     Runs of doubling length are timed in memory until one takes a second. The difference to the run before removes the
     start-up time.
     """
-    run = recipe.config.run
-    steps, (before, posterior) = 2, _timed(recipe, 2)
+    run, steps = recipe.config.run, 2
+    before, _ = _timed(recipe, steps)
     while True:
-        more = 2 * steps
-        now, posterior = _timed(recipe, more)
-        each = max(now - before, 0.0) / (more - steps)
-        if now > _ENOUGH_SECONDS or more >= _MOST_STEPS:
+        now, posterior = _timed(recipe, 2 * steps)
+        each = max(now - before, 0.0) / steps
+        steps, before = 2 * steps, now
+        if now > _ENOUGH_SECONDS or steps >= _MOST_STEPS:
             break
-        steps, before = more, now
     manifest = posterior.store.manifest
     return Forecast(
         target=posterior.target,
-        num_params=manifest["model"]["num_params"],
         num_data=manifest["data"]["num_data"],
         batch_size=manifest["configuration"]["batch_size"],
         size=forecast_size(recipe.model, num_draws=run.num_draws, num_chains=run.num_chains, keep=run.keep, dtype=run.dtype),
         step_seconds=each,
         num_steps=run.num_draws * run.gap,
         burn_in=_known_burn_in(recipe),
+        device=next(recipe.model.parameters()).device,
     )
 
 

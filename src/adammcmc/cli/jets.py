@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,11 +14,9 @@ from adammcmc.posterior.store.whole import write_whole
 from adammcmc.samplers.terminal import say
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from adammcmc.jets.data import Jets
-    from adammcmc.jets.streaming import StreamedJets
     from adammcmc.jets.tagger import Tagger
     from adammcmc.posterior.predictive import Prediction
 
@@ -106,7 +103,8 @@ def train(
     With --resume, the same command continues after the last complete epoch; more --epochs raise the learning rate again.
     """
     settings: Training = settings_from(Training, given)
-    from adammcmc.jets.tagger import Tagger, best_device, count_of, kinds_of
+    from adammcmc.jets.selection import Selection
+    from adammcmc.jets.tagger import Tagger, best_device
     from adammcmc.jets.tagging import accuracy, auc
 
     if run.exists() and not run.is_dir():
@@ -114,25 +112,26 @@ def train(
     is_there = (run / "tagger.safetensors").exists()
     if is_there and not resume:
         raise typer.BadParameter(f"'{run}' already holds a tagger: choose another folder, or --resume.")
-    train, test, mark = _split(files, max_jets, chunk_size, settings, best_device() if device is None else device)
-    settings = replace(settings, batch_size=min(settings.batch_size, count_of(train)))
+    jets = Selection(files, max_jets, chunk_size, device or best_device())
+    train, test = jets.split(settings)
+    settings = replace(settings, batch_size=min(settings.batch_size, len(train)))
     if is_there:
         tagger = Tagger.load(run, device=device, precision=precision, compiled=compile, epochs=settings.epochs)
-        _check_resumable(tagger, settings, mark, run)
+        _check_resumable(tagger, settings, jets.mark, run)
     else:
         tagger = Tagger(settings, device=device, precision=precision, compiled=compile)
-        tagger.trained_on = mark
-    steps = settings.epochs * (count_of(train) // settings.batch_size)
+        tagger.trained_on = jets.mark
+    steps = settings.epochs * (len(train) // settings.batch_size)
     say(f"training on {train!r}, {steps:,} steps of {settings.batch_size} jets, on {tagger.device}")
     if steps < 100:
         say("so few steps hardly train the network: use more --epochs, or a smaller --batch-size.", err=True)
 
     def after(tagger: Tagger, loss: float) -> None:
         tagger.save(run)
-        line, kind = f"epoch {tagger.epochs}: mean loss {loss:.4f}", kinds_of(test)
-        if set(kind.tolist()) == {0, 1}:
-            scores = tagger.scores(test)
-            line += f", on {len(kind):,} held-out jets: accuracy {accuracy(scores, kind)}, AUC {auc(scores, kind)}"
+        line = f"epoch {tagger.epochs}: mean loss {loss:.4f}"
+        if set(test.kind.tolist()) == {0, 1}:
+            scores, kind = tagger.scores(test), test.kind
+            line += f", on {len(test):,} held-out jets: accuracy {accuracy(scores, kind)}, AUC {auc(scores, kind)}"
         say(line)
 
     with stopping(lambda: f"stopped; {run} keeps the last complete epoch. Repeat the command with --resume to continue."):
@@ -155,12 +154,13 @@ def sample(
 ) -> None:
     """Sample the weights of a trained tagger from their posterior, and report what was sampled."""
     settings: Sampling = settings_from(Sampling, given)
+    from adammcmc.jets.selection import Selection
     from adammcmc.jets.tagger import Tagger
 
     tagger = Tagger.load(run, device=device, precision=precision, compiled=compile)
-    batches = replace(tagger.training, batch_size=settings.batch_size or tagger.training.batch_size)
-    train, _, mark = _split(files, max_jets, chunk_size, batches, tagger.device)
-    _check_same(tagger, mark, run)
+    jets = Selection(files, max_jets, chunk_size, tagger.device)
+    _check_same(tagger, jets.mark, run)
+    train, _ = jets.split(tagger.training, settings.batch_size)
     folder = run / _DRAWS
     if (folder / "run.json").exists() and not resume:
         raise typer.BadParameter(f"'{run}' already holds draws: --resume continues them; for others copy the tagger.")
@@ -187,6 +187,7 @@ def evaluate(
     """
     from adammcmc.jets.figures import draw_tagging
     from adammcmc.jets.files import read_jets
+    from adammcmc.jets.selection import Selection
     from adammcmc.jets.tagger import Tagger
     from adammcmc.jets.tagging import accuracy, as_json, auc, evaluate, write_scores
 
@@ -196,7 +197,15 @@ def evaluate(
     folder = run if output is None else output
     folder.mkdir(parents=True, exist_ok=True)
     unseen = read_jets(others, max_jets) if others else None
-    data, jets, rows = _to_evaluate(tagger, files, run, held_out, max_jets, chunk_size)
+    if held_out and tagger.training.held_out == 0:
+        raise ValueError(f"the tagger in '{run}' was trained on all jets: there are no held-out jets.")
+    source = Selection(files, max_jets, chunk_size, tagger.device)
+    if held_out:
+        _check_same(tagger, source.mark, run)
+    elif source.mark == tagger.trained_on:
+        raise ValueError(f"the tagger in '{run}' was trained on these jets: use --held-out, or other files.")
+    data, rows = source.test(tagger.training, held_out=held_out)
+    jets = data.heads
     posterior = tagger.posterior(run / _DRAWS)
     say(str(posterior))
     trained, prediction = tagger.scores(data), tagger.predict(posterior, data)
@@ -213,31 +222,6 @@ def evaluate(
     say(f"{folder}: {', '.join(written)}")
 
 
-def _to_evaluate(
-    tagger: Tagger, files: list[Path], run: Path, held_out: bool, max_jets: int | None, chunk_size: int | None
-) -> tuple[Jets | StreamedJets, Jets, Tensor]:
-    """The jets to predict for; the same with their kinds and momenta in memory; and their rows in the files."""
-    import torch
-
-    from adammcmc.jets.files import jet_files
-
-    if held_out and tagger.training.held_out == 0:
-        raise ValueError(f"the tagger in '{run}' was trained on all jets: there are no held-out jets.")
-    jets = _two_classes(files, max_jets) if chunk_size is None else None
-    mark = _mark(jet_files(files)) if jets is None else jets.digest()
-    if held_out:
-        _check_same(tagger, mark, run)
-    elif mark == tagger.trained_on:
-        raise ValueError(f"the tagger in '{run}' was trained on these jets: use --held-out, or other files.")
-    if jets is not None:
-        rows = tagger.training.split_rows(len(jets))[1] if held_out else torch.arange(len(jets))
-        return jets[rows], jets[rows], rows
-    assert chunk_size is not None
-    chosen = tagger.training.split_files(jet_files(files))[1] if held_out else files
-    stream = _streamed(chosen, tagger.training.batch_size, chunk_size, tagger.device)
-    return stream, stream.heads, torch.arange(stream.num_data)
-
-
 def _evaluate_others(
     folder: Path, seen: tuple[Jets, Prediction], others: Jets, prediction: Prediction, trained: Tensor
 ) -> list[str]:
@@ -250,36 +234,6 @@ def _evaluate_others(
     write_scores(folder / "others.csv", others, prediction, trained=trained)
     draw_others(folder / "others.png", seen, (others, prediction))
     return ["others.csv", "others.png"]
-
-
-def _split(
-    files: list[Path], max_jets: int | None, chunk_size: int | None, training: Training, device: str | torch.device
-) -> tuple[Jets | StreamedJets, Jets | StreamedJets, str]:
-    """Training jets, held-out jets, and a mark that identifies them all. From streams, whole files are held out."""
-    from adammcmc.jets.data import Jets
-    from adammcmc.jets.files import jet_files
-
-    if chunk_size is None:
-        jets = _two_classes(files, max_jets)
-        return (*training.split(jets), jets.digest())
-    if max_jets is not None:
-        raise typer.BadParameter("--max-jets is for jets in memory, --chunk-size for streams: choose one.")
-    everything = jet_files(files)
-    train, test = training.split_files(everything)
-    held_out: Jets | StreamedJets = _streamed(test, training.batch_size, chunk_size, device) if test else Jets.empty()
-    return _streamed(train, training.batch_size, chunk_size, device), held_out, _mark(everything)
-
-
-def _streamed(files: list[Path], batch_size: int, chunk_size: int, device: str | torch.device) -> StreamedJets:
-    from adammcmc.jets.streaming import StreamedJets
-
-    return StreamedJets(files, batch_size, chunk_size=chunk_size, device=device)
-
-
-def _mark(files: list[Path]) -> str:
-    """Identifies files by name and size."""
-    text = "".join(f"{file.name} {file.stat().st_size} " for file in files)
-    return f"files {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 def _check_same(tagger: Tagger, mark: str, run: Path) -> None:
@@ -299,13 +253,3 @@ def _check_resumable(tagger: Tagger, settings: Training, mark: str, run: Path) -
     _check_same(tagger, mark, run)
     if (run / _DRAWS).exists() and tagger.epochs < settings.epochs:
         raise typer.BadParameter(f"'{run}' holds draws, which more training would invalidate: use another folder.")
-
-
-def _two_classes(files: list[Path], max_jets: int | None) -> Jets:
-    from adammcmc.jets.files import read_jets
-    from adammcmc.jets.tagger import check_two_classes
-
-    jets = read_jets(files, max_jets)
-    chosen = jets.of_kind("qcd", "top")
-    check_two_classes(chosen if len(chosen) else jets)
-    return chosen

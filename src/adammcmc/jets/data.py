@@ -105,6 +105,11 @@ class Jets:
         return torch.cat([self.counts.new_zeros(1), self.counts.cumsum(0)])
 
     @property
+    def heads(self) -> Jets:
+        """The jets without their particles."""
+        return Jets(torch.zeros_like(self.counts), self.particles[:0], self.jet, self.kind)
+
+    @property
     def rows(self) -> Rows:
         """Positions of the particles."""
         return Rows.of(self.counts, len(self.particles))

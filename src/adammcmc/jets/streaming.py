@@ -72,13 +72,20 @@ class StreamedJets(Data):
                 )
         self.restart(0)
 
+    def __len__(self) -> int:
+        return self.num_data
+
+    @property
+    def kind(self) -> Tensor:
+        """The kind of each jet."""
+        return self.heads.kind
+
     def __repr__(self) -> str:
-        tops = int((self.heads.kind == 1).sum())
+        tops = int((self.kind == 1).sum())
         return f"<StreamedJets: {self.num_data:,} ({tops:,} top) in {len(self.files)} files, {self._chunk_size:,} in memory>"
 
     def _heads(self, file: Path) -> Jets:
-        parts = [part for part in self._read(file) if len(part)]
-        return Jets.cat(Jets(torch.zeros_like(p.counts), p.particles[:0], p.jet, p.kind) for p in [Jets.empty(), *parts])
+        return Jets.cat([Jets.empty(), *(part.heads for part in self._read(file))])
 
     def _read(self, file: Path) -> Iterator[Jets]:
         for part in stream_jets(file):

@@ -22,6 +22,7 @@ from torch import Tensor
 from adammcmc.jets.data import Jets
 from adammcmc.jets.features import JetData, cloud_bytes
 from adammcmc.jets.particlenet import ParticleNet, ParticleNetLite
+from adammcmc.jets.selection import check_two_classes
 from adammcmc.jets.settings import Precision, Sampling, Training
 from adammcmc.jets.streaming import StreamedJets
 from adammcmc.posterior.posterior import Posterior
@@ -115,8 +116,8 @@ class Tagger:
         """
         training = self.training
         check_two_classes(jets)
-        if count_of(jets) < training.batch_size:
-            raise ValueError(f"{count_of(jets)} jets do not fill a batch of {training.batch_size}.")
+        if len(jets) < training.batch_size:
+            raise ValueError(f"{len(jets)} jets do not fill a batch of {training.batch_size}.")
         data = self.data(jets, training.batch_size)
         if data.batch_size != training.batch_size:
             raise ValueError(f"the jets come in batches of {data.batch_size}, but the training uses {training.batch_size}.")
@@ -247,7 +248,7 @@ class Tagger:
         self.net.train(settings.in_training_mode)
         return Plan(
             self._called,
-            self.data(jets, None if is_exact or batch_size is None else min(batch_size, count_of(jets))),
+            self.data(jets, None if is_exact or batch_size is None else min(batch_size, len(jets))),
             F.cross_entropy,
             sampler=partial(SAMPLERS[settings.sampler], **{name: getattr(settings, name) for name in names}),
             prior=Gaussian.fan_in(self.net, settings.prior_gain) if settings.prior_gain else None,
@@ -293,22 +294,3 @@ def best_device() -> torch.device:
 def _fits(size: int, device: torch.device) -> bool:
     """Whether this many bytes fit on the device, with memory left for the computation."""
     return device.type != "cuda" or size < 0.5 * torch.cuda.mem_get_info(device)[0]
-
-
-def count_of(jets: Jets | StreamedJets) -> int:
-    """The number of jets, in memory or streamed."""
-    return len(jets) if isinstance(jets, Jets) else jets.num_data
-
-
-def kinds_of(jets: Jets | StreamedJets) -> Tensor:
-    """The kind of each jet, in memory or streamed."""
-    return jets.kind if isinstance(jets, Jets) else jets.heads.kind
-
-
-def check_two_classes(jets: Jets | StreamedJets) -> None:
-    """Require both top and QCD jets, and no others."""
-    if set(kinds_of(jets).tolist()) != {0, 1}:
-        jets = jets if isinstance(jets, Jets) else jets.heads
-        raise ValueError(
-            f"a tagger needs top and QCD jets, got {jets!r}. Select them with jets.of_kind('qcd', 'top'), from files with both."
-        )
