@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import zlib
@@ -38,7 +39,6 @@ from adammcmc.samplers.progress import track
 from adammcmc.samplers.terminal import say
 from adammcmc.target.data import as_data, to_device
 from adammcmc.target.likelihood import GaussianNLL, Likelihood, Loss, as_likelihood, likelihood_of
-from adammcmc.target.target import Prior
 
 __all__ = ["Announcement", "Recipe", "Source", "code_of", "find", "load_data", "prepare"]
 
@@ -152,7 +152,7 @@ class Recipe:
         options: dict[str, Any] = {
             **vars(self.config.run),
             "sampler": self.sampler(),
-            "prior": self._prior(),
+            "prior": self._made("prior"),
             "burn_in": self.burn_in,
             "dtype": None if dtype is None else getattr(torch, dtype),
             "likelihood": self.config.loss.likelihood,
@@ -174,11 +174,18 @@ class Recipe:
     @property
     def burn_in(self) -> int | BurnIn | None:
         """The burn-in, for `adammcmc.sample`."""
-        if self.config.burn_in is None:
-            steps: int | None = self.config.run.burn_in
-            return steps
-        with _at("[burn_in]"):
-            return BurnIn(**self.config.burn_in.options)
+        steps: int | None = self.config.run.burn_in
+        return steps if self.config.burn_in is None else self._made("burn_in")
+
+    def _made(self, section: str) -> Any:
+        """The object that a section names, with its options; None without the section."""
+        choice: Choice | None = getattr(self.config, section)
+        if choice is None:
+            return None
+        make = named_things(section)[choice.name]
+        with _at(f"[{section}]"):
+            takes_model = "model" in inspect.signature(make).parameters
+            return make(self.model, **choice.options) if takes_model else make(**choice.options)
 
     def train_first(self, *, progress: bool = True) -> float | None:
         """Check the loss on one batch, then train by Adam if the configuration requests it. Returns the last loss, or None."""
@@ -201,15 +208,6 @@ class Recipe:
         data.restart(0)  # releases workers
         return float(last[0]) if self.training_steps else None
 
-    def _prior(self) -> Prior | None:
-        choice = self.config.prior
-        if choice is None:
-            return None
-        make = named_things("prior")[choice.name]
-        with _at("[prior]"):
-            takes_model = choice.name in ("Gaussian.fan_in", "Gaussian.per_layer")
-            return make(self.model, **choice.options) if takes_model else make(**choice.options)  # type: ignore[no-any-return]
-
     def sampler(self) -> Callable[..., Any] | None:
         """The factory of the sampler, for `adammcmc.sample`."""
         choice, test = self.config.sampler, self.config.acceptance
@@ -225,8 +223,7 @@ class Recipe:
             for name, value in choice.options.items()
         }
         if test is not None:
-            with _at("[acceptance]"):
-                options["acceptance"] = named_things("acceptance")[test.name](**test.options)
+            options["acceptance"] = self._made("acceptance")
         return functools.partial(make, **options)
 
 
