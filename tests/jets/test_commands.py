@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer.main
 from typer.testing import CliRunner, Result
 
 from adammcmc.cli.commands import app
+from adammcmc.cli.options import options_of
 from adammcmc.jets import bundled, read_jets, write_jets
-from adammcmc.jets.tagger import Tagger, Training
+from adammcmc.jets.settings import Sampling, Training
+from adammcmc.jets.tagger import Tagger
 from adammcmc.jets.tagging import Measured, accuracy, read_scores
 
 # so short a chain says that it has not arrived
@@ -164,6 +167,15 @@ def test_help_teaches(command: list[str], words: list[str]) -> None:
     assert result.exit_code == 0
     for word in words:
         assert word in plain(result.output), word
+
+
+@pytest.mark.parametrize(("command", "settings"), [("train", Training), ("sample", Sampling)])
+def test_every_setting_is_an_option(command: str, settings: type) -> None:
+    """With the name of its field, and the text of its docstring."""
+    jets = typer.main.get_command(app).commands["jets"]  # type: ignore[attr-defined]
+    options = {option: p.help for p in jets.commands[command].params for option in p.opts}
+    for field in options_of(settings):
+        assert options["--" + field.name.replace("_", "-")] == field.help
 
 
 # --- what is wrong --------------------------------------------------------------------------------------------------------

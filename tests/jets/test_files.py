@@ -17,7 +17,7 @@ import pytest
 import torch
 import uproot
 
-from adammcmc.jets import KINDS, JetFileError, Jets, bundled, jets_from_p4, read_jets, stream_jets, write_jets
+from adammcmc.jets import KINDS, JetFileError, Jets, bundled, files, jets_from_p4, read_jets, stream_jets, write_jets
 
 JETS = read_jets(bundled("jets"), max_jets=25)
 OTHERS = read_jets(bundled("others"), max_jets=25)
@@ -551,3 +551,13 @@ def test_a_pipe_is_no_file_of_jets(tmp_path: Path) -> None:
     for path in (tmp_path / "jets.h5", tmp_path):
         with pytest.raises(JetFileError, match=r"jets\.h5' is a pipe, a device or a folder"):
             read_jets(path)
+
+
+def test_a_format_is_one_line_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader and a line in FORMATS are all that a new format needs."""
+    jets = read_jets(bundled("jets"), max_jets=5)
+    monkeypatch.setitem(files.FORMATS, ".txt", files.Format(lambda path, chunk: iter([jets])))
+    (tmp_path / "a.txt").write_text("jets of a new format")
+    assert torch.equal(read_jets(tmp_path).jet, jets.jet)
+    with pytest.raises(ValueError, match=r"written to \.npz or \.parquet, got 'b\.txt'"):
+        write_jets(tmp_path / "b.txt", jets)
