@@ -35,6 +35,7 @@ MaxJets = Annotated[int | None, option("Read at most this many jets.", min=1)]
 ChunkSize = Annotated[int | None, option("Stream the files, this many jets in memory at a time.", min=1)]
 Device = Annotated[str | None, option("cpu or cuda; by default the GPU if there is one.")]
 Resume = Annotated[bool, option("Continue after a stop: repeat the command with this flag.", "--resume")]
+Precise = Annotated[Precision, option("bfloat16 is faster on a GPU.")]
 Compile = Annotated[bool, option("Use torch.compile: a minute to start, then faster steps.", "--compile")]
 RunFolder = Annotated[Path, option("Folder of the tagger; draws are stored in RUN/posterior.", "--run", "-r")]
 _DRAWS = "posterior"
@@ -94,7 +95,7 @@ def train(
     chunk_size: ChunkSize = None,
     resume: Resume = False,
     device: Device = None,
-    precision: Annotated[Precision, option("bfloat16 is faster on a GPU.")] = "float32",
+    precision: Precise = "float32",
     compile: Compile = False,
     **given: Any,
 ) -> None:
@@ -148,7 +149,7 @@ def sample(
     chunk_size: ChunkSize = None,
     resume: Resume = False,
     device: Device = None,
-    precision: Annotated[Precision, option("bfloat16 is faster on a GPU.")] = "float32",
+    precision: Precise = "float32",
     compile: Compile = False,
     **given: Any,
 ) -> None:
@@ -179,7 +180,7 @@ def evaluate(
     max_jets: MaxJets = None,
     chunk_size: ChunkSize = None,
     device: Device = None,
-    precision: Annotated[Precision, option("bfloat16 is faster on a GPU.")] = "float32",
+    precision: Precise = "float32",
 ) -> None:
     """Accuracy, AUC, rejection; mean and spread by class and correctness; mutual information against pT.
 
@@ -199,7 +200,7 @@ def evaluate(
     unseen = read_jets(others, max_jets) if others else None
     if held_out and tagger.training.held_out == 0:
         raise ValueError(f"the tagger in '{run}' was trained on all jets: there are no held-out jets.")
-    source = Selection(files, max_jets, chunk_size, tagger.device)
+    source = Selection(files, None if chunk_size else max_jets, chunk_size, tagger.device)
     if held_out:
         _check_same(tagger, source.mark, run)
     elif source.mark == tagger.trained_on:
