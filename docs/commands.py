@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the commands and the configuration's own dataclasses and signatures: python docs/commands.py"""
+"""Generate docs/cli.md from the commands and from the dataclasses of the configuration: python docs/commands.py"""
 
 # ruff: noqa: E501  (paragraphs of Markdown)
 from __future__ import annotations
@@ -19,14 +19,14 @@ PAGE = Path(__file__).parent / "cli.md"
 BEGIN = """\
 # The command line
 
-A configuration names a network, data, a loss and a sampler; the command draws, stops and goes on, diagnoses, reports and predicts. (This page is made from the code: `python docs/commands.py`.)
+A configuration names a network, data, a loss and a sampler. The commands sample, resume, diagnose, report and predict. (This page is generated from the code: `python docs/commands.py`.)
 
 ```bash
-adammcmc schema > my.toml             # a configuration with every key and what it means; it runs as it is
-adammcmc sample my.toml --dry-run     # what would be sampled, and the size and the time it would take
-adammcmc sample my.toml               # draws go to runs/my; Ctrl-C stops, `adammcmc resume runs/my` goes on, bit for bit
+adammcmc schema > my.toml             # a configuration with every key and its description; it runs as printed
+adammcmc sample my.toml --dry-run     # the target, and the size and time of the run
+adammcmc sample my.toml               # draws go to runs/my; after Ctrl-C, `adammcmc resume runs/my` continues bit for bit
 adammcmc check runs/my                # verify every file of the run; --repair fixes what it can
-adammcmc diagnose runs/my             # the verdict, R-hat, effective draws, calibration
+adammcmc diagnose runs/my             # the verdict, R-hat, effective sample size, calibration
 adammcmc report runs/my               # all of it as one HTML page with figures, runs/my/report.html
 adammcmc predict runs/my new.npz --output predictions.csv
 ```
@@ -35,9 +35,9 @@ A network of your own, in `my_network.py` beside the configuration, and data in 
 
 ```toml
 [model]
-name = "my_network:make_network"      # module:attribute: a network, or a class or function that makes one
+name = "my_network:make_network"      # module:attribute: a network, or a class or function that returns one
 arguments = { width = 64 }
-weights = "trained.safetensors"       # its chains start there; or let [training] steps = 1000 of Adam come first
+weights = "trained.safetensors"       # the chains start there; or train first, with [training] steps = 1000
 
 [data]
 train = "train.npz"                   # np.savez("train.npz", inputs=x, targets=y); or module:attribute
@@ -47,7 +47,7 @@ test = "test.npz"
 name = "cross_entropy"
 
 [sampler]
-name = "AdamMCMC"                     # without this section it is Underdamped: exact, and it tunes itself
+name = "AdamMCMC"                     # without this section: Underdamped, which is exact and tunes itself
 lr = 1e-3
 sigma = [1e-4, 3e-4, 1e-3, 3e-3]      # one for each chain: a scan
 sigma_along = 2.0
@@ -63,17 +63,20 @@ gap = 50
 batch_size = 128
 ```
 
-Paths are relative to the configuration file, and modules are looked for beside it and where you are. The run folder remembers the configuration, with what `--set` changed, so that `resume`, `diagnose`, `report` and `predict` need only the folder.
-A configuration is a program: it imports the modules that it names. `adammcmc sample my.toml` does so because you named the file. A run folder may come from someone else, so the commands that open one import nothing unless you add `--trust-code` (or set `ADAMMCMC_TRUST_CODE=1`), or give `--config` with a file of your own; runs of bundled tasks need neither. [What is promised](security.md) about files from others.
-A module that a configuration names is taken from beside the configuration or from the working directory before any installed one. What that module imports is looked for there last. A file with the name of a module of Python itself, such as `html.py`, must be renamed.
-An unknown key, a value of another type or a name that is not there is an error of one line that says where, and what is nearest.
+Paths are relative to the configuration file. Modules are found beside it, or in the working directory. The run folder stores the configuration, including the changes by `--set`, so that `resume`, `diagnose`, `report` and `predict` need only the folder.
+
+A configuration is a program: it imports the modules that it names. `adammcmc sample my.toml` does so because you named the file. A run folder may come from someone else, so the commands that open one import nothing unless you add `--trust-code` (or set `ADAMMCMC_TRUST_CODE=1`), or give `--config` with a file of your own. Runs of bundled tasks need neither. See [what is promised](security.md) about files from others.
+
+A module that a configuration names is loaded from beside the configuration or from the working directory before any installed module of that name. The imports of that module search these folders last. Rename a file that has the name of a module of Python's standard library, such as `html.py`.
+
+An unknown key, a value of the wrong type or an unknown name is a one-line error with the place and the nearest known name.
 
 | exit code | meaning |
 |---|---|
-| 0 | done |
-| 1 | it could not be done, and the line on standard error says why, or `check` found damage; `--debug`, anywhere, shows the traceback |
-| 2 | the command line was not understood |
-| 130, 143, 129 | stopped by Ctrl-C, by SIGTERM, by SIGHUP (a closed terminal); what was drawn is kept |
+| 0 | success |
+| 1 | error, with one line on standard error; or `check` found damage. `--debug`, anywhere, shows the traceback |
+| 2 | invalid command line |
+| 130, 143, 129 | stopped by Ctrl-C, by SIGTERM, by SIGHUP (a closed terminal); completed draws are kept |
 
 ## Commands
 """
@@ -81,8 +84,9 @@ An unknown key, a value of another type or a name that is not there is an error 
 SCHEMA = """\
 ## The configuration
 
-Every key, read off the dataclasses and signatures that take it. `--set section.key=value` changes one on the command line. TOML has no None: where the words say None, leave the key out.
-A list of numbers where one is due gives each chain its own. A sampler of your own is `name = "module:attribute"` in `[sampler]`, a function of parameters and options; the other keys there are handed to it.
+Every key, read from the dataclasses and signatures that accept it. `--set section.key=value` changes one on the command line. TOML has no None: where a description says None, leave the key out.
+
+A list of numbers, where one is expected, gives each chain its own value. A sampler of your own is `name = "module:attribute"` in `[sampler]`, a function of parameters and options; the other keys of the section are passed to it.
 """
 
 

@@ -444,8 +444,8 @@ MUTANTS = [
     Mutant(
         "a run whose code is imported without trust",
         "cli/commands.py",
-        "if not trust_code:",
-        "if False:",
+        "if not trust_code and (names :=",
+        "if False and (names :=",
         "tests/test_cli.py",
     ),
     Mutant(

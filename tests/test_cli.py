@@ -96,7 +96,7 @@ def test_one_example_is_one(home: Path) -> None:
     np.save("single.npy", np.zeros((1, 2), dtype=np.float32))
     answer = ask("predict", "runs/good", "single.npy")
     Path("single.npy").unlink()
-    assert answer.out.startswith("1 example, 6 draws\nThe example of largest mutual information")
+    assert answer.out.startswith("1 example, 6 draws\nThe example with the largest mutual information")
 
 
 # --- what it does ---------------------------------------------------------------------------------------------------------
@@ -150,19 +150,19 @@ def test_settings_can_be_changed_on_the_way(home: Path, tmp_path: Path) -> None:
     assert manifest["chains"][0]["sigma"] == 0.02
     assert "0.866..1.06 by tensor" in manifest["target"]
     # and the run remembers the changes
-    answer = ask("resume", tmp_path / "run", "--draws", 5)
+    answer = ask("resume", tmp_path / "run", "--num-draws", 5)
     assert answer.code == 0, answer.err
     assert "5 draws of 1 chain" in answer.out
-    assert "it had all its draws" not in answer.out
+    assert "the run was complete" not in answer.out
     assert (
-        f"it had all its draws: `adammcmc resume {tmp_path / 'run'} --draws N` makes more"
+        f"the run was complete: `adammcmc resume {tmp_path / 'run'} --num-draws N` adds draws"
         in ask("resume", tmp_path / "run").out
     )
 
 
 def test_more_draws_of_a_run_are_those_of_a_longer_run(home: Path, tmp_path: Path) -> None:
     shutil.copytree(home / "runs" / "good", home / "runs" / "more")
-    assert ask("resume", "runs/more", "--draws", 9).code == 0
+    assert ask("resume", "runs/more", "--num-draws", 9).code == 0
     assert ask("sample", "good.toml", "--set", "run.num_draws=9", "-o", tmp_path / "run").code == 0
     files = sorted(p.name for p in (tmp_path / "run" / "chain-0").glob("draw-*"))
     assert len(files) == 9
@@ -209,7 +209,7 @@ def test_who_predicts_needs_no_training_data(home: Path, tmp_path: Path, monkeyp
     (tmp_path / "train.npz").unlink()
     assert ask("predict", tmp_path / "runs" / "good").code == 0
     assert ask("diagnose", tmp_path / "runs" / "good").code == 0
-    answer = ask("resume", tmp_path / "runs" / "good", "--draws", 8)
+    answer = ask("resume", tmp_path / "runs" / "good", "--num-draws", 8)
     assert answer.code == 1
     assert "[data] `train`: there is no file" in answer.err
 
@@ -263,7 +263,7 @@ def test_held_out_data_that_cannot_be_predicted_do_not_stop_a_diagnosis(home: Pa
     assert ask(*words).code == 0
     answer = ask("diagnose", tmp_path / "run")
     assert answer.code == 0, answer.err
-    assert "note: the held-out data cannot be predicted: " in answer.out
+    assert "note: cannot predict the held-out data: " in answer.out
 
 
 def test_a_run_made_in_python_needs_its_network_named(home: Path) -> None:
@@ -279,11 +279,13 @@ def test_a_dry_run_says_all_and_writes_nothing(home: Path, monkeypatch: pytest.M
     assert answer.code == 0, answer.err
     assert listing(home) == before
     for words in (
-        "target:  p(theta) ~ exp(-lambda * sum_i loss_i) * prior | lambda = 1 (T = 1), n = 40 | prior: N(0, 1^2), P = 17",
-        "network: Sequential, 17 parameters, on cpu",
-        "data:    40 examples, 40 in a step",
-        "draws:   1,000 of each of 1 chain, 2 steps apart",
-        "in dry",
+        "target   p(theta) ~ exp(-lambda * sum_i loss_i) * prior | lambda = 1 (T = 1), n = 40 | prior: N(0, 1^2), P = 17",
+        "model    Sequential, 17 trainable weights",
+        "data     40 examples, 40 in a step",
+        "sampler  AdamMCMC(lr=0.01, sigma=0.01, sigma_along=1.0)",
+        "chains   1, each with 1000 draws 2 steps apart after 4 steps of burn-in; seed 0",
+        "in 'dry'",
+        " on cpu, ",
         "2,004 steps at",
         "4 of them burn-in",
         "Nothing was written",
@@ -298,7 +300,7 @@ def test_the_schema_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "my.toml").write_text(answer.out)
     answer = ask("sample", tmp_path / "my.toml", "--dry-run")
     assert answer.code == 0, answer.err
-    assert "354 parameters" in answer.out
+    assert "354 trainable weights" in answer.out
     assert "| exact" in answer.out
 
 
@@ -323,7 +325,7 @@ def test_the_version_does_not_wait_for_torch() -> None:
     seconds = []
     for _ in range(3):
         began = time.monotonic()
-        subprocess.run([sys.executable, "-m", "adammcmc", "--version"], check=True, capture_output=True)
+        subprocess.run([sys.executable, "-m", "adammcmc.cli", "--version"], check=True, capture_output=True)
         seconds.append(time.monotonic() - began)
     assert min(seconds) < 1
 
@@ -342,7 +344,7 @@ def test_ctrl_c_keeps_what_there_is_and_says_how_to_go_on(home: Path, tmp_path: 
     """Interrupted, then resumed: the same draws as those of a run that nobody interrupted."""
     words = ["sample", "good.toml", "--set", "run.num_draws=50", "--set", "run.gap=10"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "adammcmc", *words, "-o", str(tmp_path / "run")], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "adammcmc.cli", *words, "-o", str(tmp_path / "run")], stderr=subprocess.PIPE, text=True
     )
     index = tmp_path / "run" / "chain-0" / "index.jsonl"
     until = time.monotonic() + 60
@@ -355,7 +357,7 @@ def test_ctrl_c_keeps_what_there_is_and_says_how_to_go_on(home: Path, tmp_path: 
     assert 0 < number < 50
     assert (
         said.strip()
-        == f"stopped; {tmp_path / 'run'} keeps {number} draws. Go on with: adammcmc resume {tmp_path / 'run'} --trust-code"
+        == f"stopped; {tmp_path / 'run'} keeps {number} draws. Continue with: adammcmc resume {tmp_path / 'run'} --trust-code"
     )
     assert ask("resume", tmp_path / "run").code == 0
     assert ask(*words, "-o", tmp_path / "whole").code == 0
@@ -368,20 +370,20 @@ def test_ctrl_c_before_the_first_step(home: Path, tmp_path: Path, monkeypatch: p
     def stop(*_: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    for function in ("sample", "prepare"):
+    for function in ("Plan.run", "prepare"):
         monkeypatch.setattr(f"adammcmc.cli.recipe.{function}", stop)
         answer = ask("sample", "good.toml", "-o", tmp_path / "run")
-        assert answer == Answer(130, "", "stopped before the first step; nothing is kept.\n")
+        assert answer == Answer(130, "", "stopped before the first step; nothing was written.\n")
     again = "adammcmc resume runs/good --trust-code"
-    assert ask("resume", "runs/good").err == f"stopped; runs/good keeps 6 draws. Go on with: {again}\n"
+    assert ask("resume", "runs/good").err == f"stopped; runs/good keeps 6 draws. Continue with: {again}\n"
 
 
 def test_other_signals_have_their_exit_codes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object, **options: object) -> None:
         raise SystemExit(143)
 
-    monkeypatch.setattr("adammcmc.cli.recipe.sample", stop)
-    words = "stopped; runs/good keeps 6 draws. Go on with: adammcmc resume runs/good --trust-code\n"
+    monkeypatch.setattr("adammcmc.cli.recipe.Plan.run", stop)
+    words = "stopped; runs/good keeps 6 draws. Continue with: adammcmc resume runs/good --trust-code\n"
     assert ask("resume", "runs/good") == Answer(143, "", words)
 
 
@@ -413,7 +415,7 @@ def test_help_is_set_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatc
     """A line of the source is not a line of the help."""
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 100)  # (read from the environment once, when it is first imported)
     lines = [line.strip() for line in ask("sample", "--help").out.splitlines()]
-    assert "resume RUN goes on with it, bit for bit." in lines
+    assert "resume RUN continues it, bit for bit." in lines
 
 
 def test_ctrl_c_elsewhere_is_silent(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,15 +438,15 @@ BAD: list[tuple[list[str], int, str]] = [
     (["sample", "good.toml", "--dry"], 2, "No such option"),
     (["predict", "runs/good", "test.npz", "--rows", "many"], 2, "Invalid value for '--rows'"),
     (["predict", "runs/good", "test.npz", "--rows", "-1"], 2, "Invalid value for '--rows'"),
-    (["resume", "runs/good", "--draws", "0"], 2, "Invalid value for '--draws'"),
+    (["resume", "runs/good", "--num-draws", "0"], 2, "Invalid value for '--num-draws'"),
     (["predict", "runs/good", "test.npz", "-o", "p.txt"], 2, "must end in .npz or .csv, got 'p.txt'"),
     (["predict", "runs/good", "test.npz", "-o", "nowhere/p.npz"], 2, "the folder 'nowhere' for --output does not exist"),
     ([*SAMPLE, "--set", "run.num_draws"], 1, "--set must look like section.key=value, got 'run.num_draws'"),
     ([*SAMPLE, "--set", "=3"], 1, "--set must look like section.key=value"),
-    ([*SAMPLE, "--set", "run.num_draws=[1,"], 1, "--set run.num_draws: '[1,' is no value of TOML"),
+    ([*SAMPLE, "--set", "run.num_draws=[1,"], 1, "--set run.num_draws: '[1,' is not a TOML value"),
     ([*SAMPLE, "--set", "run.num_draws=1\nrun.gap=2"], 1, "--set must give one value"),
     ([*SAMPLE, "--set", "run.gap.more=1"], 1, "--set run.gap.more: `gap` is a value, not a section"),
-    ([*SAMPLE, "--set", "run.seed.more=1"], 1, "[run] `seed` must be an integer of at least 0, got {'more': 1}"),
+    ([*SAMPLE, "--set", "run.seed.more=1"], 1, "[run] `seed` must be an integer, got {'more': 1}"),
     # the file
     (["sample", "nowhere.toml"], 1, "there is no configuration 'nowhere.toml'. `adammcmc schema` prints one"),
     (["sample", "full"], 1, "'full' is a folder"),
@@ -452,14 +454,14 @@ BAD: list[tuple[list[str], int, str]] = [
     (["sample", "bytes.toml"], 1, "'bytes.toml' is not TOML: 'utf-8' codec"),
     # sections and keys
     ([*SAMPLE, "--set", "samplr.sigma=1"], 1, "[samplr] is unknown: did you mean `sampler`?"),
-    ([*SAMPLE, "--set", "num_draws=1"], 1, "`num_draws` is unknown (or stands outside of its section)"),
+    ([*SAMPLE, "--set", "num_draws=1"], 1, "`num_draws` is unknown (or outside of its section)"),
     ([*SAMPLE, "--set", "run=1"], 1, "[run] must be a section with keys, got run = 1"),
     ([*SAMPLE, "--set", "sampler.sigm=1"], 1, "[sampler] `sigm` is unknown to AdamMCMC: did you mean `sigma`?"),
     ([*SAMPLE, "--set", "sampler.friction=1"], 1, "[sampler] `friction` is unknown to AdamMCMC"),
     ([*SAMPLE, "--set", "sampler.num_data=40"], 1, "[sampler] `num_data` is unknown to AdamMCMC"),
     ([*SAMPLE, "--set", "run.numdraws=1"], 1, "[run] `numdraws` is unknown: did you mean `num_draws`?"),
-    ([*SAMPLE, "--set", "task=two-moons"], 1, "`task` brings its own network, data and loss: leave out it, or [model] `name`"),
-    ([*SAMPLE, "--set", "run.burn_in=3", "--set", "burn_in.num_steps=3"], 1, "both say how long to burn in"),
+    ([*SAMPLE, "--set", "task=two-moons"], 1, "`task` includes a network, data and a loss: remove `task`, or [model] `name`"),
+    ([*SAMPLE, "--set", "run.burn_in=3", "--set", "burn_in.num_steps=3"], 1, "both set the burn-in: remove one"),
     (["sample", "task.toml", "--set", "task=two-moon"], 1, "there is no task 'two-moon': did you mean `two-moons`?"),
     (["sample", "task.toml"], 1, "[model] `name` is missing. A configuration names a network, data and a loss, or a `task`"),
     (["sample", "good.toml", "--dry", "--debug"], 2, "No such option"),  # nothing of ours went wrong: no traceback
@@ -471,11 +473,11 @@ BAD: list[tuple[list[str], int, str]] = [
     ),
     # values
     ([*SAMPLE, "--set", "run.num_draws=0"], 1, "[run] `num_draws` must be an integer of at least 1, got 0"),
-    ([*SAMPLE, "--set", "run.num_draws=many"], 1, "[run] `num_draws` must be an integer of at least 1, got 'many'"),
-    ([*SAMPLE, "--set", "run.num_draws=true"], 1, "[run] `num_draws` must be an integer of at least 1, got True"),
-    ([*SAMPLE, "--set", "run.num_draws=2.5"], 1, "[run] `num_draws` must be an integer of at least 1, got 2.5"),
+    ([*SAMPLE, "--set", "run.num_draws=many"], 1, "[run] `num_draws` must be an integer, got 'many'"),
+    ([*SAMPLE, "--set", "run.num_draws=true"], 1, "[run] `num_draws` must be an integer, got True"),
+    ([*SAMPLE, "--set", "run.num_draws=2.5"], 1, "[run] `num_draws` must be an integer, got 2.5"),
     ([*SAMPLE, "--set", "run.seed=-1"], 1, "[run] `seed` must be an integer of at least 0, got -1"),
-    ([*SAMPLE, "--set", "run.keep=draw"], 1, '`keep` must be "draws" or "moments" or an integer of at least 1, got \'draw\''),
+    ([*SAMPLE, "--set", "run.keep=draw"], 1, '`keep` must be "draws" or "moments" or an integer, got \'draw\''),
     ([*SAMPLE, "--set", "run.dtype=float8"], 1, "got 'float8'"),
     ([*SAMPLE, "--set", "run.num_draws=2024-01-01"], 1, "[run] `num_draws` must be an integer"),
     ([*SAMPLE, "--set", "sampler.sigma=nan"], 1, "[sampler] `sigma` must be a number"),
@@ -509,7 +511,7 @@ BAD: list[tuple[list[str], int, str]] = [
     ([*SAMPLE, "--set", "model.name=shell_things:network"], 1, "shell_things:network is a network already, and takes none"),
     ([*SAMPLE, "--set", "model.name=shell_things:frozen", "--set", "model.arguments={}"], 1, "there is nothing to sample"),
     ([*SAMPLE, "--set", "model.arguments.classes=1"], 1, "the loss of a batch could not be computed"),
-    ([*SAMPLE, "--set", "model.device=gpu"], 1, "[model] `device`: the network cannot go to 'gpu'"),
+    ([*SAMPLE, "--set", "model.device=gpu"], 1, "[model] `device`: the network cannot be moved to 'gpu'"),
     ([*SAMPLE, "--set", "model.mode=test"], 1, '[model] `mode` must be "train" or "eval", got \'test\''),
     ([*SAMPLE, "--set", "model.weights=none.pt"], 1, "[model] `weights`: there is no file"),
     ([*SAMPLE, "--set", "model.weights=other.pt"], 1, "cannot be loaded: Error(s) in loading state_dict for Sequential"),
@@ -521,21 +523,21 @@ BAD: list[tuple[list[str], int, str]] = [
     ([*SAMPLE, "--set", "data.train=[]"], 1, "[data] `train` names no file"),
     ([*SAMPLE, "--set", "data.train=damaged.npz"], 1, "[data] `train`: "),
     ([*SAMPLE, "--set", "data.train=damaged.npy"], 1, "[data] `train`: "),
-    ([*SAMPLE, "--set", "data.train=named.npz"], 1, "it has arrays a, b: say which, targets last, with [data] keys"),
+    ([*SAMPLE, "--set", "data.train=named.npz"], 1, "it has arrays a, b: select them, targets last, with [data] keys"),
     ([*SAMPLE, "--set", 'data.keys=["inputs", "target"]'], 1, "there is no array 'target' (`keys`): did you mean `targets`?"),
-    ([*SAMPLE, "--set", "data.train=words.npz"], 1, "words.npz' holds <U1 where numbers must be"),
+    ([*SAMPLE, "--set", "data.train=words.npz"], 1, "words.npz' holds <U1, not numbers"),
     ([*SAMPLE, "--set", "data.train=objects.npz"], 1, "array 'x' holds Python objects, which are not read"),
     ([*SAMPLE, "--set", "data.train=empty.npz"], 1, "the file is empty"),
-    ([*SAMPLE, "--set", "data.train=one.npy"], 1, "holds one number where an array with a row for each example must be"),
+    ([*SAMPLE, "--set", "data.train=one.npy"], 1, "holds one number, not an array with a row for each example"),
     ([*SAMPLE, "--set", 'data.train=["wide.npy", "y.npy"]'], 1, "must have one length"),
     ([*SAMPLE, "--set", 'data.train=["y.npy", "x.npy"]'], 1, "the loss of a batch could not be computed"),
     ([*SAMPLE, "--set", "data.train=shell_things:empty"], 1, "the data set is empty"),
     ([*SAMPLE, "--set", "data.train=shell_things:of_two_lengths"], 1, "one row for each example, got 5, 4"),
     ([*SAMPLE, "--set", "data.train=shell_things:number"], 1, "the data must be tensors"),
     ([*SAMPLE, "--set", "data.train=shell_things:not_a_number"], 1, "the loss of the first batch is nan"),
-    ([*SAMPLE, "--set", "data.arguments.number=3"], 1, "`arguments` are for what a module makes, not for files"),
+    ([*SAMPLE, "--set", "data.arguments.number=3"], 1, "`arguments` are for a class or function of a module, not for files"),
     ([*SAMPLE, "--set", "data.num_data=41"], 1, "`num_data` is 41, but the data set holds 40 examples"),
-    ([*SAMPLE, "--set", "run.batch_size=0"], 1, "[run] `batch_size` must be an integer of at least 1, got 0"),
+    ([*SAMPLE, "--set", "run.batch_size=0"], 1, "`batch_size` must be a positive integer, got 0"),
     # the loss
     ([*SAMPLE, "--set", "loss.name=crossentropy"], 1, "[loss] there is no 'crossentropy': did you mean `cross_entropy`?"),
     ([*SAMPLE, "--set", "loss.name=shell_things:number"], 1, "[loss] `name`: shell_things:number must be a function, got int"),
@@ -546,7 +548,7 @@ BAD: list[tuple[list[str], int, str]] = [
     ([*SAMPLE, "--set", "sampler.name=shell_things:no_sampler"], 1, "`sampler` must make a sampler of adammcmc"),
     (["sample", "exact.toml", "-o", "new", "--set", "run.batch_size=10"], 1, "ExactAdamMCMC needs fixed_data=True"),
     # where it goes
-    (["sample", "good.toml"], 1, "'runs/good' holds a run already: `adammcmc resume runs/good --trust-code` continues it"),
+    (["sample", "good.toml"], 1, "'runs/good' already holds a run: `adammcmc resume runs/good --trust-code` continues it"),
     (["sample", "good.toml", "-o", "full"], 1, "is not empty and holds no run (it has 'notes.txt')"),
     (["sample", "good.toml", "-o", "a_file"], 1, "'a_file' is a file: the draws need a folder"),
     ([*SAMPLE, "--set", "run.num_draws=1000000000000"], 1, "Keep fewer draws"),
@@ -563,20 +565,20 @@ BAD: list[tuple[list[str], int, str]] = [
     (["diagnose", "runs/no_manifest"], 1, "holds no run of adammcmc"),
     (["diagnose", "runs/not_json"], 1, "is not JSON"),
     (["diagnose", "runs/newer"], 1, "has format 99 of a newer version of adammcmc"),
-    (["diagnose", "runs/python"], 1, "was not made by `adammcmc sample`: it does not say how to make its network"),
+    (["diagnose", "runs/python"], 1, "was not made by `adammcmc sample`, so that it does not name its network"),
     (["diagnose", "runs/python", "--config", "task.toml"], 1, "[model] `name` is missing"),
     (["diagnose", "runs/python", "--config", "exact.toml"], 1, "is of another model"),
-    (["diagnose", "runs/half_config"], 1, "run.json' is damaged: its `config` is not what `adammcmc sample` writes. Give --"),
-    (["predict", "runs/other_config"], 1, "run.json' is damaged: its `config` is not what"),
-    (["report", "runs/odd_changes"], 1, "run.json' is damaged: its `config` is not what"),
+    (["diagnose", "runs/half_config"], 1, "run.json' is damaged: its `config` was not written by `adammcmc sample`. Give --"),
+    (["predict", "runs/other_config"], 1, "run.json' is damaged: its `config` was not written by"),
+    (["report", "runs/odd_changes"], 1, "run.json' is damaged: its `config` was not written by"),
     (["resume", "runs/no_configuration"], 1, "run.json' is damaged: it has no 'configuration'"),
     (["resume", "runs/half_configuration"], 1, "run.json' is damaged: it has no 'num_draws' in configuration"),
     (["diagnose", "runs/no_model"], 1, "run.json' is damaged: it has no 'model'"),
     (["diagnose", "runs/edited"], 1, "run.json' is damaged, or was edited by hand: its content does not match its checksum"),
     (["check", "nowhere"], 1, "nowhere' does not exist"),
-    (["diagnose", "runs/no_draws"], 1, "has no draws yet: `adammcmc resume runs/no_draws` goes on with it"),
+    (["diagnose", "runs/no_draws"], 1, "has no draws yet: `adammcmc resume runs/no_draws` continues it"),
     (["resume", "runs/no_draws"], 1, "lines are missing"),
-    (["resume", "runs/good", "--draws", "3"], 1, "it may ask for more, not for fewer"),
+    (["resume", "runs/good", "--num-draws", "3"], 1, "the number may grow, not shrink"),
     (["resume", "runs/good", "--config", "exact.toml"], 1, "is of another model"),
     # prediction
     (["predict", "runs/good", "nowhere.npz"], 1, "DATA: there is no file"),
@@ -632,8 +634,8 @@ def test_a_run_imports_nothing_unless_it_is_trusted(
     answer = ask(command, "runs/good")
     assert answer.code == 1
     assert answer.err == (
-        f"adammcmc: the run in 'runs/good' imports code: shell_things:make, from '{home}' or what is installed. Add "
-        "--trust-code if you trust who made it, or --config with a TOML file of yours. (--debug shows where)\n"
+        f"adammcmc: the run in 'runs/good' imports code: shell_things:make, from '{home}' or an installed package. Add "
+        "--trust-code if you trust the author of the run, or --config with a TOML file of yours. (--debug shows where)\n"
     )
     assert answer.out == ""
     assert "shell_things" not in sys.modules
@@ -655,7 +657,7 @@ def test_a_run_of_a_bundled_task_needs_no_trust(tmp_path: Path, monkeypatch: pyt
     run = tmp_path / "runs" / "moons"
     assert f"Next: adammcmc diagnose {run}, adammcmc report {run}, adammcmc predict {run}\n" in answer.out
     assert ask("predict", run).code == 0
-    assert ask("resume", run, "--draws", 3).code == 0
+    assert ask("resume", run, "--num-draws", 3).code == 0
 
 
 def test_the_next_commands_are_said_with_the_trust_that_they_need(home: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The bundled example runs, says what it sampled, and draws a picture."""
+"""The bundled example runs, says what it sampled, and draws a figure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from adammcmc.jets import read_jets
 
 
 def test_the_version_is_printed() -> None:
-    result = subprocess.run([sys.executable, "-m", "adammcmc", "--version"], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-m", "adammcmc.cli", "--version"], capture_output=True, text=True, check=True)
     assert result.stdout == f"adammcmc {adammcmc.__version__}\n"
 
 
 def test_help_teaches() -> None:
     result = CliRunner().invoke(app, ["demo", "--help"])
     assert result.exit_code == 0
-    for word in ("ParticleNet-Lite", "AdamMCMC", "--output", "--epochs", "--draws", "--seed"):
+    for word in ("ParticleNet-Lite", "AdamMCMC", "--output", "--epochs", "--num-draws", "--seed"):
         assert word in result.output
 
 
@@ -32,7 +32,7 @@ def test_the_demo_from_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(demo, "NUM_TEST", 300)
     monkeypatch.setattr(demo, "read_jets", lambda path: read_jets(path, max_jets=900))
     picture = tmp_path / "picture.png"
-    command = ["demo", "--epochs", "2", "--gap", "1", "--draws", "3", "--output", str(picture)]
+    command = ["demo", "--epochs", "2", "--gap", "1", "--num-draws", "3", "--output", str(picture)]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert result.exit_code == 0
     for word in (
@@ -54,5 +54,5 @@ def test_the_demo_from_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_missing_folder_is_said_before_the_work() -> None:
-    with pytest.raises(FileNotFoundError, match="the folder 'nowhere' for the picture does not exist"):
+    with pytest.raises(FileNotFoundError, match="the folder 'nowhere' for the figure does not exist"):
         demo.run_demo(Path("nowhere/picture.png"))

@@ -46,14 +46,27 @@ def test_a_class_says_its_own_options() -> None:
         "learn_preconditioner",
     ]
     assert options["max_steps"].default == 50_000
-    assert options["window"].help == "steps in the first window."
-    sampler = {
-        option.name: option for option in options_of(Underdamped, without=("num_data",), texts={"batch_norm": "as told"})
-    }
-    assert sampler["batch_norm"].help == "as told"  # its docstring does not tell
+    assert options["window"].help == "Steps in the first window."
+    sampler = {option.name for option in options_of(Underdamped, without=("num_data",))}
     assert "preconditioner" not in sampler  # tensors are not TOML
     assert "generator" not in sampler
     assert "num_data" not in sampler
+
+
+def test_help_that_a_docstring_lacks_comes_from_elsewhere() -> None:
+    class Thing:
+        """Nothing.
+
+        Args:
+            a: its own.
+            b: as in another.
+        """
+
+        def __init__(self, a: int = 1, b: int = 2, c: int = 3) -> None:
+            pass
+
+    texts = {name: f"another {name}." for name in "abc"}
+    assert [option.help for option in options_of(Thing, texts=texts)] == ["Its own.", "Another b.", "Another c."]
 
 
 def test_what_toml_cannot_say_is_no_option() -> None:
@@ -119,7 +132,7 @@ def test_errors_say_where_and_what_is_near() -> None:
     options = options_of(Section)
     with pytest.raises(ValueError, match=r"^\[a\] `numbr` is unknown: did you mean `number`\?$"):
         read_table("[a]", {"numbr": 1}, options)
-    with pytest.raises(ValueError, match=r"^\[a\] `zzz` is unknown to B: known are number, count, word, pair, table\.$"):
+    with pytest.raises(ValueError, match=r"^\[a\] `zzz` is unknown to B: known: number, count, word, pair, table\.$"):
         read_table("[a]", {"zzz": 1}, options, of="B")
     with pytest.raises(ValueError, match=r"^\[a\] `count` must be an integer of at least 2, got 1\.$"):
         read_table("[a]", {"count": 1}, options)
@@ -131,7 +144,7 @@ def test_errors_say_where_and_what_is_near() -> None:
 
 def test_words() -> None:
     assert nearest("FULLDATA", ["FullData", "Minibatch"]) == "did you mean `FullData`?"
-    assert nearest("a", []) == "there is nothing to say here."
+    assert nearest("a", []) == "nothing can be set here."
     assert type_words(float | list[float]) == "a number or a list of numbers"
     assert type_words(dict[str, Any]) == "a table"
     assert type_words(tuple[float, float] | None) == "a list of 2 numbers"

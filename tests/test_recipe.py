@@ -131,7 +131,7 @@ def test_every_sampler_runs(home: Path) -> None:
     for name, changes in settings.items():
         text = GOOD[: GOOD.index("[sampler]")] + GOOD[GOOD.index("[prior]") :]
         recipe = made(home, f"sampler.name={name}", *changes, text=text)
-        posterior = recipe.sample(None, progress=False)
+        posterior = recipe.plan(None, progress=False).run()
         assert len(posterior) == 6
         assert posterior.store.manifest["configuration"]["sampler"] == name
 
@@ -147,7 +147,7 @@ def test_every_sampler_runs(home: Path) -> None:
     ],
 )
 def test_priors(home: Path, changes: list[str], words: str) -> None:
-    posterior = made(home, *changes).sample(None, num_draws=1, gap=1, burn_in=0, progress=False)
+    posterior = made(home, *changes).plan(None, num_draws=1, gap=1, burn_in=0, progress=False).run()
     assert words in posterior.target
 
 
@@ -192,7 +192,7 @@ def test_a_project_that_moved_is_found(home: Path, tmp_path_factory: pytest.Temp
     """The run folder knows where its configuration lies from itself."""
     path = home / "runs" / "a"
     with modules_forgotten():
-        made(home).sample(path, progress=False)
+        made(home).plan(path, progress=False).run()
     moved = tmp_path_factory.mktemp("moved") / "project"
     home.rename(moved)
     source = Source.of_run(moved / "runs" / "a")
@@ -245,10 +245,10 @@ def test_the_named_module_is_the_one_beside_the_configuration(home: Path, monkey
 def test_a_module_with_a_name_that_is_taken_is_refused(home: Path) -> None:
     for name in ("html", "sys", "wave"):
         (home / f"{name}.py").write_text("thing = 1")
-        with pytest.raises(ValueError, match=rf"here: '.*{name}.py' has the name of a module of Python itself: rename it"):
+        with pytest.raises(ValueError, match=rf"here: '.*{name}.py' has the name of a module of Python's standard library"):
             find("here", f"{name}:thing", home)
     (home / "torch.py").write_text("thing = 1")
-    with pytest.raises(ValueError, match=r"torch.py' has the name of a module that is in use, '.*torch/__init__.py': rename"):
+    with pytest.raises(ValueError, match=r"torch.py' has the name of an imported module, '.*torch/__init__.py': rename"):
         find("here", "torch:thing", home)
 
 
@@ -298,7 +298,7 @@ def test_what_config_holds_must_be_json(home: Path) -> None:
     recipe = made(home)
     bad: Any = {"a": object()}
     with pytest.raises(TypeError, match="not JSON serializable"):
-        recipe.sample(home / "new", config=bad)
+        recipe.plan(home / "new", config=bad).run()
     assert not (home / "new").exists()
 
 
@@ -334,13 +334,13 @@ def test_whole_numbers_in_files_become_what_the_loss_and_the_network_take(bits: 
         Source(BINARY.replace("LOSS", loss), ("loss.arguments={noise=1}",) * (loss == "GaussianNLL"), bits, "a.toml")
     )
     with pytest.warns(
-        UserWarning, match=r"\[data\] `train`: inputs of uint8 \(\d+ to 2\d\d\) become floats as they are, not scaled"
+        UserWarning, match=r"\[data\] `train`: inputs of uint8 \(\d+ to 2\d\d\) are converted to floating point without scaling"
     ):
         inputs, targets = recipe.train
     assert inputs.dtype == np.float32
     assert inputs.max() > 200
     assert targets.dtype == (np.int64 if "mse" in loss else np.float32)  # of an unknown likelihood they may be labels
-    assert len(recipe.sample(None, progress=False)) == 2
+    assert len(recipe.plan(None, progress=False).run()) == 2
     assert recipe.likelihood.name in ("bernoulli", "gaussian", "values")
 
 
@@ -348,7 +348,7 @@ def test_what_the_configuration_says_of_the_outputs_decides(bits: Path) -> None:
     source = Source(
         BINARY.replace("LOSS", "torch.nn.functional:soft_margin_loss"), ("loss.likelihood=bernoulli",), bits, "a.toml"
     )
-    with pytest.warns(UserWarning, match="not scaled"):
+    with pytest.warns(UserWarning, match="without scaling"):
         assert prepare(source).train[1].dtype == np.float32
 
 

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer.main
 from typer.testing import CliRunner, Result
 
 from adammcmc.cli.commands import app
+from adammcmc.cli.options import options_of
 from adammcmc.jets import bundled, read_jets, write_jets
-from adammcmc.jets.tagger import Tagger, Training
+from adammcmc.jets.settings import Sampling, Training
+from adammcmc.jets.tagger import Tagger
 from adammcmc.jets.tagging import Measured, accuracy, read_scores
 
 # so short a chain says that it has not arrived
@@ -45,7 +48,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("jets")
     converted = run("convert", bundled("jets"), "-o", home / "jets.npz", "--max-jets", 300)
     assert "300 (" in converted.output
-    assert "bytes a jet" in converted.output
+    assert "bytes per jet" in converted.output
     trained = run(
         "train", home / "jets.npz", "-r", home / "run", "--network", "lite", "--epochs", 2, "--batch-size", 32,
         "--held-out", 0.2, "--device", "cpu",
@@ -56,7 +59,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert re.search(line, trained.output)
     assert f"adammcmc jets sample {home / 'jets.npz'} --run {home / 'run'}" in trained.output
     sampled = run(
-        "sample", home / "jets.npz", "-r", home / "run", "--batch-size", 32, "--burn-in", 3, "--gap", 2, "--draws", 4,
+        "sample", home / "jets.npz", "-r", home / "run", "--batch-size", 32, "--burn-in", 3, "--gap", 2, "--num-draws", 4,
         "--device", "cpu",
     )  # fmt: skip
     assert "n = 240" in sampled.output  # not the held-out jets
@@ -125,8 +128,8 @@ def test_sampling_goes_on_with_resume(home: Path, tmp_path: Path) -> None:
     for sampler in ("underdamped", "as-released"):
         chain = ("sample", tmp_path / "few.npz", "-r", tmp_path / sampler, "--sampler", sampler, "--burn-in", 2, "--gap", 2)
         Tagger.load(tmp_path).save(tmp_path / sampler)
-        run(*chain, "--draws", 2, "--device", "cpu")
-        run(*chain, "--draws", 3, "--device", "cpu", "--resume")
+        run(*chain, "--num-draws", 2, "--device", "cpu")
+        run(*chain, "--num-draws", 3, "--device", "cpu", "--resume")
         posterior = Tagger.load(tmp_path / sampler).posterior(tmp_path / sampler / "posterior")
         assert len(posterior) == 3
         assert ("exact" in posterior.target) == (sampler == "underdamped")
@@ -154,7 +157,7 @@ def test_converted_jets_are_the_same_jets(tmp_path: Path) -> None:
         (["train"], ["Adam", "--run", "--network", "366,160", "--epochs", "--lr", "--held-out", "--resume", "--precision"]),
         (
             ["sample"],
-            ["posterior", "--sampler", "Algorithm 1", "--sigma", "--gap", "--draws", "--inverse-temperature", "--resume"],
+            ["posterior", "--sampler", "Algorithm 1", "--sigma", "--gap", "--num-draws", "--inverse-temperature", "--resume"],
         ),
         (["evaluate"], ["AUC", "--run", "--held-out", "--others", "scores.csv", "tagging.png", "others.png"]),
     ],
@@ -166,6 +169,15 @@ def test_help_teaches(command: list[str], words: list[str]) -> None:
         assert word in plain(result.output), word
 
 
+@pytest.mark.parametrize(("command", "settings"), [("train", Training), ("sample", Sampling)])
+def test_every_setting_is_an_option(command: str, settings: type) -> None:
+    """With the name of its field, and the text of its docstring."""
+    jets = typer.main.get_command(app).commands["jets"]  # type: ignore[attr-defined]
+    options = {option: p.help for p in jets.commands[command].params for option in p.opts}
+    for field in options_of(settings):
+        assert options["--" + field.name.replace("_", "-")] == field.help
+
+
 # --- what is wrong --------------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +185,7 @@ def test_a_tagger_is_not_overwritten(home: Path) -> None:
     before = (home / "run" / "tagger.safetensors").read_bytes()
     result = CliRunner().invoke(app, ["jets", "train", str(home / "jets.npz"), "-r", str(home / "run")])
     assert result.exit_code == 2
-    assert "holds a tagger already: choose another folder, or --resume" in plain(result.output)
+    assert "already holds a tagger: choose another folder, or --resume" in plain(result.output)
     assert (home / "run" / "tagger.safetensors").read_bytes() == before
 
 
@@ -215,7 +227,7 @@ def test_nothing_held_out_is_nothing_to_evaluate(home: Path, tmp_path: Path) -> 
     tagger.training = replace(tagger.training, held_out=0.0)
     tagger.save(tmp_path / "run")
     words = ["jets", "evaluate", str(home / "jets.npz"), "-r", str(tmp_path / "run"), "--held-out"]
-    with pytest.raises(ValueError, match="trained on all jets: there are no held-out ones"):
+    with pytest.raises(ValueError, match="trained on all jets: there are no held-out jets"):
         CliRunner().invoke(app, words, catch_exceptions=False)
 
 
@@ -247,11 +259,12 @@ def test_held_out_jets_of_one_kind_do_not_stop_the_training(home: Path, tmp_path
 def test_wrong_options_are_told_of_before_the_work(words: list[str]) -> None:
     result = CliRunner().invoke(app, ["jets", *words])
     assert result.exit_code == 2
-    assert words[-2] in plain(result.output) or "--run" in plain(result.output)
+    name = words[-2].strip("-").replace("-", "_")
+    assert name in plain(result.output) or "--run" in plain(result.output)
 
 
 def shell(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "adammcmc", *words], capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-m", "adammcmc.cli", *words], capture_output=True, text=True, check=False)
 
 
 def test_an_error_is_one_line_and_debug_shows_where_it_came_from() -> None:
@@ -311,17 +324,17 @@ def test_other_jets_are_not_taken_for_those_of_the_training(words: list[str], ho
 
 
 def test_jets_of_the_training_are_no_test(home: Path) -> None:
-    with pytest.raises(ValueError, match="was trained on: use --held-out, or other files"):
+    with pytest.raises(ValueError, match="was trained on these jets: use --held-out, or other files"):
         CliRunner().invoke(app, ["jets", "evaluate", str(home / "jets.npz"), "-r", str(home / "run")], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["sample"], "holds draws already: --resume goes on"),
+        (["sample"], "already holds draws: --resume continues"),
         (
             ["train", "--resume", "--network", "lite", "--epochs", "3", "--batch-size", "32", "--held-out", "0.2"],
-            "holds draws of this tagger, which would not be its own any more",
+            "holds draws, which more training would invalidate",
         ),
     ],
     ids=["sample", "train"],
@@ -340,4 +353,4 @@ def test_few_steps_are_told_of(home: Path, tmp_path: Path) -> None:
         "train", "bundled:others", "--max-jets", 600, "-r", tmp_path, "--network", "lite", "--epochs", 1, "--device", "cpu"
     )
     assert "1 steps of 1" in trained.output
-    assert "so few steps train hardly anything" in trained.output
+    assert "so few steps hardly train the network" in trained.output

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import adammcmc
-from adammcmc.jets import Cloud, JetData, Jets, ParticleNetLite, bundled, cloud_of, features, padded_inputs, read_jets
-from adammcmc.jets.features import FEATURES, cloud_bytes
+from adammcmc.jets import Cloud, JetData, Jets, ParticleNetLite, bundled, cloud_of, padded_inputs, read_jets
+from adammcmc.jets.features import FEATURES, cloud_bytes, features
 
 JETS = read_jets(bundled("jets"), max_jets=64)
 SAMPLER = partial(adammcmc.AdamMCMC, lr=1e-3, sigma=1e-3, sigma_along=1.0)

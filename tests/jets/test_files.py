@@ -17,7 +17,7 @@ import pytest
 import torch
 import uproot
 
-from adammcmc.jets import KINDS, JetFileError, Jets, bundled, jets_from_p4, read_jets, stream_jets, write_jets
+from adammcmc.jets import KINDS, JetFileError, Jets, bundled, files, jets_from_p4, read_jets, stream_jets, write_jets
 
 JETS = read_jets(bundled("jets"), max_jets=25)
 OTHERS = read_jets(bundled("others"), max_jets=25)
@@ -411,7 +411,7 @@ BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "parquet: no particles": ("a.parquet", lambda p: write_jets(p, without_particles(JETS, 23)), "event 23 has no particles"),
     "parquet: other bytes": ("a.parquet", many_bytes, "cannot be read"),
     # any
-    "an unknown suffix": ("a.csv", many_bytes, "none of the formats that are known: .h5"),
+    "an unknown suffix": ("a.csv", many_bytes, "has none of the known formats: .h5"),
 }
 
 
@@ -433,7 +433,7 @@ def test_a_truncated_file_of_any_format_is_named(tmp_path: Path, suffix: str, sh
     path = made(tmp_path, suffix)
     whole = path.read_bytes()
     path.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(JetFileError, match=f"(?s){path.name}' cannot be read.*Is it whole"):
+    with pytest.raises(JetFileError, match=f"(?s){path.name}' cannot be read.*Is it complete"):
         read_jets(path)
 
 
@@ -462,9 +462,9 @@ def test_missing_files_and_empty_folders(tmp_path: Path) -> None:
         read_jets(tmp_path / "nowhere.npz")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("none")
-    with pytest.raises(FileNotFoundError, match=r"folder '.*empty' holds no files of jets \(\.h5"):
+    with pytest.raises(FileNotFoundError, match=r"folder '.*empty' holds no jet files \(\.h5"):
         read_jets(tmp_path / "empty")
-    with pytest.raises(FileNotFoundError, match="no file of jets was given"):
+    with pytest.raises(FileNotFoundError, match="no jet file was given"):
         read_jets([])
     write_jets(tmp_path / "a.npz", JETS)
     with pytest.raises(FileNotFoundError, match=r"nowhere\.h5"):
@@ -484,7 +484,7 @@ def test_one_jet_of_many_particles_does_not_take_all_memory(tmp_path: Path, monk
         path = made(tmp_path, suffix)
         widest = int(JETS.counts.max())
         monkeypatch.setattr("adammcmc.posterior.store.archives.free_memory", lambda widest=widest: 25 * 200 * widest - 1)
-        with pytest.raises(MemoryError, match=rf"25 jets with places for {widest} particles would take"):
+        with pytest.raises(MemoryError, match=rf"25 jets with {widest} slots for particles would take"):
             list(stream_jets(path))
         monkeypatch.setattr("adammcmc.posterior.store.archives.free_memory", lambda widest=widest: 25 * 200 * widest)
         assert len(list(stream_jets(path))) == 1
@@ -496,7 +496,7 @@ def test_one_jet_of_many_particles_does_not_take_all_memory(tmp_path: Path, monk
 @pytest.mark.parametrize("suffix", [".npz", ".parquet"])
 def test_jets_that_cannot_be_written_leave_nothing_and_harm_nothing(tmp_path: Path, suffix: str) -> None:
     wide = with_number(JETS, 3, 4.0, 1)
-    with pytest.raises(ValueError, match=r"4\.00 from its jet's axis in delta eta"):
+    with pytest.raises(ValueError, match=r"4\.00 from its jet axis in delta eta"):
         write_jets(tmp_path / f"a{suffix}", wide)
     assert files_in(tmp_path) == []
     write_jets(tmp_path / f"a{suffix}", JETS)
@@ -551,3 +551,13 @@ def test_a_pipe_is_no_file_of_jets(tmp_path: Path) -> None:
     for path in (tmp_path / "jets.h5", tmp_path):
         with pytest.raises(JetFileError, match=r"jets\.h5' is a pipe, a device or a folder"):
             read_jets(path)
+
+
+def test_a_format_is_one_line_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader and a line in FORMATS are all that a new format needs."""
+    jets = read_jets(bundled("jets"), max_jets=5)
+    monkeypatch.setitem(files.FORMATS, ".txt", files.Format(lambda path, chunk: iter([jets])))
+    (tmp_path / "a.txt").write_text("jets of a new format")
+    assert torch.equal(read_jets(tmp_path).jet, jets.jet)
+    with pytest.raises(ValueError, match=r"written to \.npz or \.parquet, got 'b\.txt'"):
+        write_jets(tmp_path / "b.txt", jets)

@@ -187,7 +187,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a soft link inside": (lambda p: linked_inside(p, h5py.SoftLink("/real")), "links are not followed"),
     "storage outside": (stored_outside, "outside the file"),
     "a virtual table": (virtual, "outside the file"),
-    "rows that are not there": (claims, "says that it has 1,000,000,000,000 rows in 1,000,000,000 chunks, and holds 0 chunks"),
+    "rows that are not there": (claims, "declares 1,000,000,000,000 rows in 1,000,000,000 chunks, and holds 0 chunks"),
     "rows in one piece that are not there": (contiguous, "rows, which the file does not hold"),
     "a chunk of a terabyte": (lambda p: claims(p, chunk=1 << 25), "has chunks of 2,[0-9,]* bytes"),
     "a row of a gigabyte": (wide, "has rows of 1,073,741,832 bytes"),

@@ -393,7 +393,7 @@ def test_weights_can_be_stacked() -> None:
     ("call", "error", "message"),
     [
         (lambda: ParticleNet()(torch.zeros(2, 2, 30)), TypeError, r"takes a Cloud, or padded \(points, features, mask\)"),
-        (lambda: ParticleNet()(torch.zeros(2, 2, 16), torch.zeros(2, 7, 16)), ValueError, "at least 17 places .* got 16"),
+        (lambda: ParticleNet()(torch.zeros(2, 2, 16), torch.zeros(2, 7, 16)), ValueError, "at least 17 slots .* got 16"),
         (
             lambda: ParticleNet()(cloud_of(made_up([20]), num_neighbours=7)),
             ValueError,

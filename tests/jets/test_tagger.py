@@ -172,7 +172,7 @@ def test_a_truncated_tagger_is_told_of(tagger: Tagger, tmp_path: Path) -> None:
     for size in (0, 5, 1000, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:size])
         with pytest.raises(
-            ValueError, match=r"tagger\.safetensors' cannot be read .*is it a tagger of this library, and whole"
+            ValueError, match=r"tagger\.safetensors' cannot be read .*is it a complete tagger file of this library"
         ):
             Tagger.load(tmp_path)
 
@@ -197,7 +197,7 @@ def test_a_state_of_other_types_is_told_of(tagger: Tagger, tmp_path: Path, key: 
     if key == "trained_on" and value == "x":
         value = 3
     encoding.write_state(path, encoding.read_state(path) | {key: value}, "a tagger of adammcmc")
-    with pytest.raises(ValueError, match=r"(?s)cannot be read .*is it a tagger of this library"):
+    with pytest.raises(ValueError, match=r"(?s)cannot be read .*is it a complete tagger file of this library"):
         Tagger.load(tmp_path, device="cpu")
 
 
@@ -215,7 +215,7 @@ def test_a_state_of_other_types_is_told_of(tagger: Tagger, tmp_path: Path, key: 
 )
 def test_a_foreign_file_is_told_of(metadata: dict[str, str] | None, tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(3)}, tmp_path / "tagger.safetensors", metadata)
-    with pytest.raises(ValueError, match=r"cannot be read .*is it a tagger of this library"):
+    with pytest.raises(ValueError, match=r"cannot be read .*is it a complete tagger file of this library"):
         Tagger.load(tmp_path, device="cpu")
 
 

@@ -285,18 +285,18 @@ def three_classes() -> Prediction:
     [
         (lambda: auc(SCORES, torch.ones(20)), "jets of both classes"),
         (lambda: roc(SCORES, torch.zeros(20)), "jets of both classes"),
-        (lambda: accuracy(SCORES, LABELS + 1), r"labels must be 0 \(background\) or 1 \(signal\); choose .*of_kind"),
+        (lambda: accuracy(SCORES, LABELS + 1), r"labels must be 0 \(background\) or 1 \(signal\); select .*of_kind"),
         (lambda: groups(SCORES, SCORES, LABELS - 1), "labels must be 0"),
         (lambda: auc(SCORES / 0, LABELS), "a score is not finite"),
         (lambda: accuracy(SCORES * math.nan, LABELS), "a score is not finite"),
-        (lambda: auc(SCORES[:19], LABELS), r"one number a jet each, got \(19,\) and \(20,\)"),
-        (lambda: auc(SCORES.view(1, 20), LABELS.view(1, 20)), r"one number a jet each, got \(1, 20\)"),
+        (lambda: auc(SCORES[:19], LABELS), r"one number per jet, got \(19,\) and \(20,\)"),
+        (lambda: auc(SCORES.view(1, 20), LABELS.view(1, 20)), r"one number per jet, got \(1, 20\)"),
         (lambda: rejection(SCORES, LABELS, 0), "`efficiency` must be between 0 and 1, got 0"),
         (lambda: rejection(SCORES, LABELS, 1.0), "`efficiency` must be between 0 and 1, got 1"),
         (lambda: rejection(SCORES, LABELS, math.nan), "`efficiency` must be between 0 and 1, got nan"),
         (lambda: mean_by_pt(torch.zeros(3), JETS, EDGES), "200 jets need as many values, got 3"),
-        (lambda: mean_by_pt(torch.zeros(200), JETS, [1, 3, 2]), "two or more rising numbers"),
-        (lambda: mean_by_pt(torch.zeros(200), JETS, [500.0]), "two or more rising numbers"),
+        (lambda: mean_by_pt(torch.zeros(200), JETS, [1, 3, 2]), "two or more increasing numbers"),
+        (lambda: mean_by_pt(torch.zeros(200), JETS, [500.0]), "two or more increasing numbers"),
         (lambda: evaluate(three_classes(), JETS.kind), r"two classes, background and signal; .* \(200, 3\)"),
         (lambda: write_scores("x.csv", JETS[:3], predicted(JETS)), "3 jets need as many predictions, got 200"),
     ],
@@ -313,7 +313,7 @@ def test_wrong_arguments_are_told_what_is_wrong(
 @pytest.mark.parametrize("text", ["", "a,b,c\n1,2,3\n", "kind,pt\n"])
 def test_other_files_are_no_files_of_scores(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(text)
-    with pytest.raises(ValueError, match=r"a.csv' is no file of scores: its first line must be row,kind,pt"):
+    with pytest.raises(ValueError, match=r"a.csv' is not a score file: its first line must be row,kind,pt"):
         read_scores(tmp_path / "a.csv")
 
 

@@ -1,9 +1,9 @@
-"""`python -m adammcmc`, and the entry point of the command `adammcmc`: errors of one line, and exit codes.
+"""`python -m adammcmc.cli`, and the entry point of the command `adammcmc`: one-line errors, and exit codes.
 
-0    done
-1    it could not be done: bad configuration, data, network or run folder; the line on standard error says what and where
-     (`check`: the run is damaged; the lines on standard output say how)
-2    the command line itself was not understood
+0    success
+1    error: configuration, data, network or run folder; the line on standard error names the cause
+     (`check`: the run is damaged; the lines on standard output list the problems)
+2    invalid command line
 130  stopped by Ctrl-C; 143 by SIGTERM, 129 by SIGHUP
 """
 
@@ -19,8 +19,8 @@ from adammcmc.samplers.terminal import printable
 
 __all__ = ["main", "run"]
 
-_SILENT = logging.NullHandler()  # what the library logs when a run stops, the command says in its own words
-_SPEAK_FOR_THEMSELVES = (ValueError, TypeError, OSError, RuntimeError, MemoryError, ImportError, Warning)
+_SILENT = logging.NullHandler()  # the commands report a stopped run themselves, in place of the library's log
+_SELF_EXPLANATORY = (ValueError, TypeError, OSError, RuntimeError, MemoryError, ImportError, Warning)
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the command that these words are, and return its exit code. An error is one line; `--debug` lets it through."""
+    """Run a command and return its exit code. An error prints one line; with `--debug` it is raised."""
     try:
         from adammcmc.cli.commands import app
     except ImportError as error:
@@ -40,36 +40,36 @@ def run(words: Sequence[str]) -> int:
     logging.getLogger("adammcmc").addHandler(_SILENT)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning  # type: ignore[assignment]
+            warnings.showwarning = lambda message, *_, **__: _print(f"warning: {message}")
             code = app(words, prog_name="adammcmc", standalone_mode=False)
     except Exception as error:
-        if wants_traceback and not hasattr(error, "format_message"):  # (a command line that was not understood has no line)
+        if wants_traceback and not hasattr(error, "format_message"):  # (typer's own errors have no useful traceback)
             raise
-        return _tell(error)
+        return _report(error)
     return code if isinstance(code, int) else 0
 
 
-def _tell(error: Any) -> int:
-    """One line about an error, and the exit code it has."""
-    if type(error).__name__ == "Abort":  # what older versions of typer make of Ctrl-C
+def _report(error: Any) -> int:
+    """Print an error in one line, and return its exit code."""
+    if type(error).__name__ == "Abort":  # older versions of typer turn Ctrl-C into this
         return 130
     if not hasattr(error, "format_message"):
-        kind = "" if isinstance(error, _SPEAK_FOR_THEMSELVES) and str(error) else f"{type(error).__name__}: "
+        kind = "" if isinstance(error, _SELF_EXPLANATORY) and str(error) else f"{type(error).__name__}: "
         return _fail(f"{kind}{error}".removesuffix(": ") + " (--debug shows where)", 1)
-    command = getattr(getattr(error, "ctx", None), "command_path", "adammcmc")
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         return int(error.exit_code)
+    command = getattr(getattr(error, "ctx", None), "command_path", "adammcmc")
     return _fail(f"{error.format_message()} ({command} --help)", int(error.exit_code))
 
 
 def _fail(words: str, code: int) -> int:
-    print(f"adammcmc: {printable(' '.join(words.split()))}", file=sys.stderr)
+    _print(words)
     return code
 
 
-def _show_warning(message: Warning | str, *_: Any) -> None:
-    print(f"adammcmc: warning: {printable(' '.join(str(message).split()))}", file=sys.stderr)
+def _print(words: str) -> None:
+    print(f"adammcmc: {printable(' '.join(words.split()))}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What to cite, as BibTeX."""
+"""BibTeX entries to cite."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SOFTWARE = """\
 
 
 def bibtex() -> str:
-    """The paper whose algorithm this is, and this software. CITATION.cff says the same.
+    """The paper that introduced the algorithm, and this software. CITATION.cff holds the same entries.
 
     Example:
         >>> print(bibtex().splitlines()[0])

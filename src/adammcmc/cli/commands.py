@@ -1,13 +1,13 @@
-"""The command line: each command reads its options, calls the library, and shows the result.
+"""The command line: each command reads its options, calls the library, and prints the result.
 
-Nothing heavy is imported before a command needs it: `--version` and `--help` come at once.
+Nothing heavy is imported before a command needs it, so that `--version` and `--help` are instant.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ import typer
 
 import adammcmc
 from adammcmc.cli.jets import app as jets_app
-from adammcmc.cli.jets import exit_after_stop
+from adammcmc.cli.parameters import check_output, option, stopping
 from adammcmc.posterior.store.whole import write_whole
 from adammcmc.samplers.terminal import say
 
@@ -27,11 +27,11 @@ __all__ = ["app"]
 
 app = typer.Typer(
     name="adammcmc",
-    help="Draw a neural network's weights from its posterior by Metropolis-Hastings around Adam steps, "
-    "and see what was sampled.",
-    epilog="In this order: schema (a configuration to start from), sample, diagnose, report, predict. Exit codes: 0 done, 1 an "
-    "error, 2 the command line was not understood, 130 stopped by Ctrl-C (143 by SIGTERM, 129 by SIGHUP). --debug, anywhere, "
-    "shows the traceback of an error.",
+    help="Sample the weights of a neural network from their posterior by Metropolis-Hastings around Adam steps, and report "
+    "what was sampled.",
+    epilog="Use the commands in this order: schema (prints a configuration to start from), sample, diagnose, report, predict. "
+    "Exit codes: 0 success, 1 error, 2 invalid command line, 130 stopped by Ctrl-C (143 by SIGTERM, 129 by SIGHUP). "
+    "--debug, anywhere, shows the traceback of an error.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
@@ -39,25 +39,16 @@ app = typer.Typer(
 )
 
 Run = Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)]
-Again = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", help="A TOML file that names the network, for runs made in Python or moved since.", show_default=False
-    ),
-]
+Config = Annotated[Path | None, option("A TOML file that names the network: for runs made in Python, or moved.")]
 Data = Annotated[
-    str | None,
-    typer.Argument(
-        help="A file .npz or .npy, or module:attribute; the held-out data of the run if not given.", show_default=False
-    ),
+    str | None, typer.Argument(help="A .npz or .npy file, or module:attribute; by default the held-out data of the run.")
 ]
-
 Trust = Annotated[
     bool,
-    typer.Option(
+    option(
+        "Import the modules that the run names (network, loss, data). Only for runs from people you trust.",
         "--trust-code",
         envvar="ADAMMCMC_TRUST_CODE",
-        help="Import the modules that the run names (network, loss, data). Use it only for runs from people you trust.",
     ),
 ]
 
@@ -70,119 +61,103 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, option("Print the version.", "--version", callback=_show_version, is_eager=True)] = False,
+    debug: Annotated[bool, option("Show the traceback of an error.", "--debug")] = False,
 ) -> None:
     """Options of the program itself; the help text is the app's."""
 
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option(help="Where the picture goes (.png, .pdf or .svg).")] = Path("demo.png"),
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs of Adam before the chain starts.")] = 8,
-    gap: Annotated[int, typer.Option(min=1, help="Steps between draws; burn-in is five times as long.")] = 20,
-    draws: Annotated[int, typer.Option(min=2, help="Number of draws to predict with.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Fixes every random number.")] = 0,
+    output: Annotated[Path, option("File for the figure (.png, .pdf or .svg).", "--output", "-o")] = Path("demo.png"),
+    epochs: Annotated[int, option("Epochs of Adam before sampling.", min=1)] = 8,
+    gap: Annotated[int, option("Steps between two draws; burn-in is five times as long.", min=1)] = 20,
+    num_draws: Annotated[int, option("Draws to predict with.", min=2)] = 10,
+    seed: Annotated[int, option("Fixes every random number.", min=0)] = 0,
 ) -> None:
-    """Top tagging in small: ParticleNet-Lite on bundled jets, Adam, then AdamMCMC.
+    """Top tagging in small: train ParticleNet-Lite on bundled jets with Adam, then sample it with AdamMCMC.
 
-    Prints what is sampled, accuracy, AUC and rejection, the spread for right and wrong tags, and the mutual information on
-    kinds of jets that the network never saw; draws a picture. Takes two to four minutes on two cores.
+    Prints the target, accuracy, AUC and background rejection, the posterior spread of right and wrong tags, and the mutual
+    information of out-of-distribution jets. Writes a figure and a report. Takes two to four minutes on two cores.
     """
     try:
         from adammcmc.cli.demo import run_demo
     except ImportError as error:
         raise typer.BadParameter(f"the demo needs {error.name}. Run: pip install 'adammcmc[demo]'") from error
-    run_demo(output, epochs=epochs, gap=gap, num_draws=draws, seed=seed)
+    run_demo(output, epochs=epochs, gap=gap, num_draws=num_draws, seed=seed)
 
 
 @app.command()
 def sample(
     config: Annotated[Path, typer.Argument(help="A TOML file; `adammcmc schema` prints one.", show_default=False)],
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="section.key=value: change one value of the file; as often as needed.", show_default=False),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="A folder for the draws, in place of the file's own.", show_default=False),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be sampled, and what it would take. Writes nothing.")
-    ] = False,
+    changes: Annotated[list[str] | None, option("section.key=value: change a value of the file. Repeatable.", "--set")] = None,
+    output: Annotated[Path | None, option("Folder for the draws, instead of the file's.", "--output", "-o")] = None,
+    dry_run: Annotated[bool, option("Only show the target, the size and the time. Writes nothing.", "--dry-run")] = False,
 ) -> None:
-    """Draw weights, as a configuration says.
+    """Sample as a configuration file describes.
 
-    The configuration names a network, data, a loss and a sampler. Ctrl-C stops the run; `adammcmc resume RUN` goes on with it,
+    The configuration names a network, data, a loss and a sampler. Ctrl-C stops the run; `adammcmc resume RUN` continues it,
     bit for bit.
 
-    A configuration imports the modules that it names: treat one from elsewhere as you would a script.
+    A configuration imports the modules that it names: treat a file from someone else as you would treat a script.
     """
-    with _stopping(None):
+    with stopping(lambda: _after_stop(None)):
         from adammcmc.cli.recipe import Announcement, Source, prepare
 
         recipe = prepare(Source.of_file(config, changes or []))
     path = output or recipe.path
     if (path / "run.json").exists():
         raise ValueError(
-            f"'{path}' holds a run already: `adammcmc resume {path}{_flag(recipe)}` continues it, "
-            "--output takes another folder."
+            f"'{path}' already holds a run: `adammcmc resume {path}{_flag(recipe)}` continues it; or use another --output."
         )
     if path.exists() and not path.is_dir():
         raise ValueError(f"'{path}' is a file: the draws need a folder.")
+    plan = recipe.plan(path, callbacks=[Announcement()])
     if dry_run:
-        _show_forecast(recipe, path)
+        from adammcmc.cli.forecast import forecast
+
+        training = f"training {recipe.training_steps:,} steps of Adam first\n" if recipe.training_steps else ""
+        say(f"{forecast(recipe)}\n{training}{plan}\nNothing was written: this was a dry run.")
         return
-    with _stopping(path, _flag(recipe)):
+    with stopping(lambda: _after_stop(path, _flag(recipe))):
         if (loss := recipe.train_first()) is not None:
             say(f"trained: {recipe.training_steps:,} steps of Adam, last loss {loss:.4g}")
-        posterior = recipe.sample(path, callbacks=[Announcement(_announce)])
-    _tell_what_came(posterior, path, _flag(recipe))
+        posterior = plan.run()
+    _show_result(posterior, path, _flag(recipe))
 
 
 @app.command()
 def resume(
     run: Run,
-    draws: Annotated[
-        int | None,
-        typer.Option(min=1, help="Draws of each chain in the end; more than were asked for before.", show_default=False),
-    ] = None,
-    config: Again = None,
+    num_draws: Annotated[int | None, option("Total draws of each chain; more than the run was started with.", min=1)] = None,
+    config: Config = None,
     trust_code: Trust = False,
 ) -> None:
-    """Go on with a run that was stopped, or make more draws."""
-    with _stopping(run, " --trust-code" if trust_code else ""):
+    """Continue a run that was stopped, or add draws."""
+    with stopping(lambda: _after_stop(run, " --trust-code" if trust_code else "")):
         from adammcmc.cli.recipe import Announcement, prepare
         from adammcmc.posterior.store.folder import FolderStore, read_manifest
 
-        asked = read_manifest(run)["configuration"]["num_draws"]
+        wanted = num_draws or read_manifest(run)["configuration"]["num_draws"]
         recipe = prepare(_source(run, config, trust_code))
-        had = len(FolderStore(run).index)
-        posterior = recipe.sample(
-            run, resume=True, num_draws=asked if draws is None else draws, callbacks=[Announcement(_announce)]
-        )
-    if len(posterior.store.index) == had:
-        say(f"it had all its draws: `adammcmc resume {run} --draws N` makes more.")
-    _tell_what_came(posterior, run, _flag(recipe))
+        before = len(FolderStore(run).index)
+        posterior = recipe.plan(run, resume=True, num_draws=wanted, callbacks=[Announcement()]).run()
+    if len(posterior.store.index) == before:
+        say(f"the run was complete: `adammcmc resume {run} --num-draws N` adds draws.")
+    _show_result(posterior, run, _flag(recipe))
 
 
 @app.command()
 def check(
     run: Run,
     repair: Annotated[
-        bool,
-        typer.Option(
-            "--repair",
-            help="Rebuild the index from the draws, rename damaged files, fall back to the previous checkpoint.",
-        ),
+        bool, option("Rebuild the index from the draws, rename damaged files, use the previous checkpoint.", "--repair")
     ] = False,
 ) -> None:
     """Verify every file of a run: one line for each problem, then the verdict.
 
     Needs neither the network nor the data, and imports nothing that the run names. Nothing is ever deleted. The exit code is 0
-    if the run is sound, or was repaired, and 1 if something is wrong with it.
+    if the run is intact or was repaired, and 1 otherwise.
     """
     from adammcmc.posterior.store.checking import check_run
 
@@ -196,21 +171,20 @@ def check(
 def predict(
     run: Run,
     data: Data = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A file for all predictions: .npz or .csv.", show_default=False)
-    ] = None,
-    rows: Annotated[int, typer.Option(min=0, help="How many of the most uncertain examples to show.")] = 10,
-    config: Again = None,
+    output: Annotated[Path | None, option("File for all predictions: .npz or .csv.", "--output", "-o")] = None,
+    rows: Annotated[int, option("Number of the most uncertain examples to show.", min=0)] = 10,
+    config: Config = None,
     trust_code: Trust = False,
 ) -> None:
     """Predict with all draws: mean, spread, entropy, mutual information.
 
-    Shows the examples of which the draws are least sure; --output writes all of them.
+    Shows the examples with the largest uncertainty; --output writes all of them.
     """
+    from rich.console import Console
+
     from adammcmc.cli.tables import prediction_table, summary_line, write_prediction
 
-    if output is not None:
-        _check_output(output, ".npz", ".csv")
+    check_output(output, ".npz", ".csv")
     recipe, posterior = _opened(run, config, trust_code)
     examples = _examples(recipe, data)
     if examples is None:
@@ -220,7 +194,7 @@ def predict(
         write_prediction(output, prediction)
     say(summary_line(prediction))
     if rows:
-        _print(prediction_table(prediction, rows))
+        Console().print(prediction_table(prediction, rows))
     if output is not None:
         say(f"all {len(prediction):,} predictions: {output}")
 
@@ -229,39 +203,30 @@ def predict(
 def diagnose(
     run: Run,
     data: Data = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write the results to this .json file.", show_default=False)
-    ] = None,
-    config: Again = None,
+    output: Annotated[Path | None, option("Also write the results to this .json file.", "--output", "-o")] = None,
+    config: Config = None,
     trust_code: Trust = False,
 ) -> None:
-    """Say what was sampled, and whether to trust it.
+    """Report what was sampled, and whether to trust it.
 
-    The verdict first, then R-hat and effective draws of the loss, of predictions for held-out inputs, and of the layers; then,
-    if there are targets, how right the predictions are.
+    Prints the verdict first; then R-hat and effective sample size of the loss, of predictions for held-out inputs, and of the
+    layers; then, if there are targets, the accuracy and calibration of the predictions.
     """
-    if output is not None:
-        _check_output(output, ".json")
+    check_output(output, ".json")
     recipe, posterior = _opened(run, config, trust_code)
     examples = _examples(recipe, data)
-    failure = None
-    try:
-        summary = posterior.summary(examples)
-    except (ValueError, TypeError, RuntimeError) as error:  # a network that is not called with inputs alone, for example
-        if examples is None or data is not None:
-            raise
-        summary, examples, failure = posterior.summary(), None, error
+    summary, failure = _with_held_out(posterior.summary, examples, is_required=data is not None)
     if output is not None:
         write_whole(output, json.dumps(summary.to_dict(), indent=2) + "\n")
     say(str(summary))
-    if failure is not None:
-        say(f"note: the held-out data cannot be predicted: {' '.join(str(failure).split())}")
-    if examples is not None and len(posterior) > 0:
+    if failure:
+        say(failure)
+    elif examples is not None and len(posterior) > 0:
         prediction = posterior.predict(examples)
         if prediction.targets is not None:
             try:
                 say(f"\n{adammcmc.score(prediction)}")
-            except (ValueError, TypeError) as error:  # targets of another form than predictions can be held against
+            except (ValueError, TypeError) as error:  # targets that predictions cannot be compared with
                 say(f"note: not scored: {' '.join(str(error).split())}")
 
 
@@ -269,48 +234,44 @@ def diagnose(
 def report(
     run: Run,
     data: Data = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="The page, .html; its figures go to a folder beside it.", show_default=False),
-    ] = None,
-    title: Annotated[str | None, typer.Option(help="Title of the page.", show_default=False)] = None,
-    config: Again = None,
+    output: Annotated[Path | None, option("The .html page; its figures go to a folder beside it.", "--output", "-o")] = None,
+    title: Annotated[str | None, option("Title of the page.")] = None,
+    config: Config = None,
     trust_code: Trust = False,
 ) -> None:
-    """Write the report: one HTML page that needs no network, the verdict first.
+    """Write the report: one HTML page that works offline, with the verdict first.
 
-    Then traces, acceptance, self-tests, R-hat and effective draws; with held-out data the reliability, the spread and the most
-    uncertain examples. Without --output it goes into the folder of the run.
+    Shows traces, acceptance, self-tests, R-hat and effective sample size; with held-out data also reliability, spread and the
+    most uncertain examples. By default the page goes into the folder of the run.
     """
-    if output is not None:
-        _check_output(output, ".html")
+    check_output(output, ".html")
     recipe, posterior = _opened(run, config, trust_code)
     page = run / "report.html" if output is None else output
     examples = _examples(recipe, data) if len(posterior) else None
-    try:
-        written = posterior.report(page, examples, title=title)
-    except (ValueError, TypeError, RuntimeError) as error:  # a network that is not called with inputs alone, for example
-        if examples is None or data is not None:
-            raise
-        written = posterior.report(page, title=title)
-        say(f"note: the held-out data cannot be predicted: {' '.join(str(error).split())}")
+
+    def write(examples: Any = None) -> Path:
+        return posterior.report(page, examples, title=title)
+
+    written, failure = _with_held_out(write, examples, is_required=data is not None)
+    if failure:
+        say(failure)
     say(f"report: {written.resolve().as_uri()}")
 
 
 @app.command()
 def schema() -> None:
-    """Print a configuration with every key there is, and what it means: a file to start from.
+    """Print a configuration with every key and its description: a file to start from.
 
-    It runs as it is (a small bundled task): adammcmc schema > my.toml && adammcmc sample my.toml
+    It runs as printed (a small bundled task): adammcmc schema > my.toml && adammcmc sample my.toml
     """
-    from adammcmc.cli.tables import schema_as_toml
+    from adammcmc.cli.config import schema_as_toml
 
     say(schema_as_toml())
 
 
 @app.command()
 def cite() -> None:
-    """Print BibTeX: the paper, and this software."""
+    """Print BibTeX entries for the paper and for this software."""
     from adammcmc.cli.citation import bibtex
 
     say(bibtex())
@@ -364,42 +325,46 @@ def replicate(
 app.add_typer(jets_app, name="jets")
 
 
-# --- what commands share --------------------------------------------------------------------------------------------------
+# --- shared by the commands -----------------------------------------------------------------------------------------------
 
 
 def _source(run: Path, config: Path | None, trust_code: bool) -> Source:
-    """What the run remembers, which may come from anybody; or a file that the user names, which says what to import."""
-    from adammcmc.cli.recipe import Source, check_trusted
+    """The configuration that a run stores, which may come from anybody; or a file that the user trusts by naming it."""
+    from adammcmc.cli.config import read_config
+    from adammcmc.cli.recipe import Source, code_of
 
     if config is not None:
         return Source.of_file(config)
     source = Source.of_run(run)
-    if not trust_code:
-        check_trusted(source, run)
+    if not trust_code and (names := code_of(read_config(source.text, source.changes))):
+        raise ValueError(
+            f"the run in '{run}' imports code: {', '.join(names)}, from '{source.folder}' or an installed package. Add "
+            "--trust-code if you trust the author of the run, or --config with a TOML file of yours."
+        )
     return source
 
 
 def _flag(recipe: Recipe) -> str:
-    """What the next command needs to open this run."""
+    """The flag that the next command needs to open this run."""
     from adammcmc.cli.recipe import code_of
 
     return " --trust-code" if code_of(recipe.config) else ""
 
 
 def _opened(run: Path, config: Path | None, trust_code: bool) -> tuple[Recipe, Posterior]:
-    """What a run was made from, and its draws."""
+    """The configuration of a run, loaded, and its draws."""
     from adammcmc.cli.recipe import prepare
     from adammcmc.posterior.posterior import Posterior
 
     recipe = prepare(_source(run, config, trust_code))
     posterior = Posterior.open(run, recipe.model)
     if not posterior.store.index:
-        raise ValueError(f"the run in '{run}' has no draws yet: `adammcmc resume {run}` goes on with it.")
+        raise ValueError(f"the run in '{run}' has no draws yet: `adammcmc resume {run}` continues it.")
     return recipe, posterior
 
 
 def _examples(recipe: Recipe, data: str | None) -> Any:
-    """The data that a command names, or those that the run held out; None where there are none."""
+    """The data that the user names, or the held-out data of the run, or None."""
     from adammcmc.cli.recipe import load_data
 
     if data is None:
@@ -408,54 +373,30 @@ def _examples(recipe: Recipe, data: str | None) -> Any:
     return load_data(data, Path.cwd(), recipe.model, keys=keys, needs_targets=False, likelihood=likelihood)
 
 
-def _check_output(output: Path, *endings: str) -> None:
-    """Before the work, not after it."""
-    if output.suffix.lower() not in endings:
-        raise typer.BadParameter(f"--output must end in {' or '.join(endings)}, got '{output}'.")
-    if not output.parent.is_dir():
-        raise typer.BadParameter(f"the folder '{output.parent}' for --output does not exist.")
-
-
-@contextmanager
-def _stopping(path: Path | None, flag: str = "") -> Iterator[None]:
-    """After Ctrl-C or another signal: what is kept in this folder, and how to continue. None: there is none yet."""
+def _with_held_out(function: Callable[..., Any], examples: Any, *, is_required: bool) -> tuple[Any, str]:
+    """The function of the examples. If the run's own held-out data fail, the function without them, and a note."""
     try:
-        yield
-    except (KeyboardInterrupt, SystemExit) as error:
-        if path is not None and (path / "run.json").exists():
-            number = "what it had"
-            with suppress(Exception):  # a count is not worth an error
-                from adammcmc.posterior.store.folder import FolderStore
-
-                number = f"{len(FolderStore(path).index)} draws"
-            words = f"stopped; {path} keeps {number}. Go on with: adammcmc resume {path}{flag}"
-        else:
-            words = "stopped before the first step; nothing is kept."
-        raise exit_after_stop(error, words) from None
+        return function(examples), ""
+    except (ValueError, TypeError, RuntimeError) as error:  # such as a network that takes more than inputs
+        if examples is None or is_required:
+            raise
+        return function(), f"note: cannot predict the held-out data: {' '.join(str(error).split())}"
 
 
-def _announce(target: str) -> None:
-    say(f"samples {target}")
+def _after_stop(path: Path | None, flag: str = "") -> str:
+    """What a stopped run leaves, and how to continue. None: there is no folder yet."""
+    if path is None or not (path / "run.json").exists():
+        return "stopped before the first step; nothing was written."
+    number = "its draws"
+    with suppress(Exception):  # a count is not worth an error
+        from adammcmc.posterior.store.folder import FolderStore
+
+        number = f"{len(FolderStore(path).index)} draws"
+    return f"stopped; {path} keeps {number}. Continue with: adammcmc resume {path}{flag}"
 
 
-def _tell_what_came(posterior: Posterior, path: Path, flag: str) -> None:
+def _show_result(posterior: Posterior, path: Path, flag: str) -> None:
     chains = f"{posterior.num_chains} chain{'s' * (posterior.num_chains > 1)}"
-    say(f"{len(posterior.store.index):,} draws of {chains}")
-    for line in posterior.verdicts():
-        say(line)
+    say("\n".join([f"{len(posterior.store.index):,} draws of {chains}", *posterior.verdicts()]))
     following = ", ".join(f"adammcmc {command} {path}{flag}" for command in ("diagnose", "report", "predict"))
     say(f"draws: {path}. Next: {following}")
-
-
-def _show_forecast(recipe: Recipe, path: Path) -> None:
-    from adammcmc.cli.forecast import forecast
-    from adammcmc.cli.tables import forecast_lines
-
-    for line in forecast_lines(forecast(recipe), recipe, path):
-        say(line)
-
-
-def _print(table: object) -> None:
-    from rich.console import Console
-
-    Console().print(table)

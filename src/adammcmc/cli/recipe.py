@@ -1,10 +1,11 @@
-"""A configuration as the objects that `sample` takes: the network, the data, the loss, the sampler."""
+"""Turn a configuration into the objects that `sample` takes: network, data, loss, sampler and prior."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import zlib
@@ -28,19 +29,18 @@ from adammcmc.cli.config import Choice, Config, named_things, read_config, read_
 from adammcmc.cli.options import nearest
 from adammcmc.cli.tasks import TASKS, Task
 from adammcmc.errors import StoreCorrupt, StoreMismatch, warn
-from adammcmc.posterior.posterior import Posterior
 from adammcmc.posterior.store.archives import check_fits, read_npz
 from adammcmc.posterior.store.folder import read_manifest
 from adammcmc.runs.callbacks import Callback, Event
 from adammcmc.runs.factory import SCANNED
-from adammcmc.runs.run import sample
+from adammcmc.runs.plan import Plan
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.progress import track
+from adammcmc.samplers.terminal import say
 from adammcmc.target.data import as_data, to_device
 from adammcmc.target.likelihood import GaussianNLL, Likelihood, Loss, as_likelihood, likelihood_of
-from adammcmc.target.priors import Prior
 
-__all__ = ["Announcement", "Recipe", "Source", "check_trusted", "code_of", "find", "load_data", "prepare"]
+__all__ = ["Announcement", "Recipe", "Source", "code_of", "find", "load_data", "prepare"]
 
 _LOSSES: dict[str, Callable[..., Any]] = {
     "cross_entropy": F.cross_entropy,
@@ -54,14 +54,14 @@ _ARRAYS = (".npy", ".npz")
 
 
 class Source(NamedTuple):
-    """A configuration's text, and where it lies: its paths are relative to that folder, and its modules are found there."""
+    """The text of a configuration and its folder, where its relative paths begin and its modules are found."""
 
     text: str
     changes: tuple[str, ...]
-    """What was set on the command line."""
+    """Values that `--set` changed."""
     folder: Path
     file: str
-    """Its name in that folder."""
+    """Name of the file in that folder."""
 
     @classmethod
     def of_file(cls, path: Path, changes: Sequence[str] = ()) -> Source:
@@ -70,35 +70,28 @@ class Source(NamedTuple):
 
     @classmethod
     def of_run(cls, path: Path) -> Source:
-        """What a run folder remembers."""
-        remembered = read_manifest(path).get("config")
-        words = ("text", "file", "folder", "from_run")
-        if remembered is not None and not (
-            isinstance(remembered, dict)
-            and all(isinstance(remembered.get(word), str) for word in words)
-            and isinstance(remembered.get("changes"), list)
-            and all(isinstance(change, str) for change in remembered["changes"])
-        ):
+        """The configuration that a run folder stores."""
+        stored = read_manifest(path).get("config")
+        if stored is None:
+            raise StoreMismatch(
+                f"the run in '{path}' was not made by `adammcmc sample`, so that it does not name its network. Give --config, "
+                "a TOML file that names it, or use adammcmc.Posterior.open(path, model) in Python."
+            )
+        names, is_table = ("text", "file", "folder", "from_run"), isinstance(stored, dict)
+        texts: list[Any] = [stored.get(name) for name in names] if is_table else []
+        changes = stored.get("changes") if is_table else None
+        if not isinstance(changes, list) or not all(isinstance(text, str) for text in (*texts, *changes)):
             raise StoreCorrupt(
-                f"'{path / 'run.json'}' is damaged: its `config` is not what `adammcmc sample` writes. Give --config, the TOML "
+                f"'{path / 'run.json'}' is damaged: its `config` was not written by `adammcmc sample`. Give --config, the TOML "
                 "file that made the run."
             )
-        if remembered is None:
-            raise StoreMismatch(
-                f"the run in '{path}' was not made by `adammcmc sample`: it does not say how to make its network. Give "
-                "--config, a TOML file that names it, or use adammcmc.Posterior.open(path, model) in Python."
-            )
-        # as seen from the run, which may have moved with it; through links or not; where it was
-        places = [
-            Path(os.path.normpath(path.absolute() / remembered["from_run"])),
-            (path / remembered["from_run"]).resolve(),
-            Path(remembered["folder"]),
-        ]
-        folder = next((place for place in places if (place / remembered["file"]).is_file()), places[-1])
-        return cls(remembered["text"], tuple(remembered["changes"]), folder, remembered["file"])
+        text, file, folder, from_run = texts
+        # relative to the run, which may have moved together with its project, with or without links; then the old place
+        places = [Path(os.path.normpath(path.absolute() / from_run)), (path / from_run).resolve(), Path(folder)]
+        return cls(text, tuple(changes), next((p for p in places if (p / file).is_file()), places[-1]), file)
 
     def as_json(self, path: Path) -> dict[str, Any]:
-        """For `of_run`, as the run in this folder keeps it."""
+        """What the run in this folder stores, for `of_run`."""
         return {
             "text": self.text,
             "changes": list(self.changes),
@@ -109,19 +102,16 @@ class Source(NamedTuple):
 
 
 class Announcement(Callback):
-    """Says what is sampled, when the first chain begins."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    """Prints the target when the first chain starts."""
 
     def on_start(self, event: Event) -> None:
         if event.chain == 0:
-            self._say(event.sampler.describe())
+            say(f"samples {event.sampler.describe()}")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a configuration stands for."""
+    """Everything that a configuration names, loaded."""
 
     config: Config
     source: Source
@@ -132,20 +122,19 @@ class Recipe:
 
     @functools.cached_property
     def train(self) -> Any:
-        """The training data, read when they are asked for: who only predicts need not have them."""
-        if self.task is not None:
-            return self.task.train
-        assert self.config.data.train is not None
-        return self._load("[data] `train`", self.config.data.train, self.config.data.arguments)
+        """The training data. They are read on first use: prediction does not need them."""
+        data = self.config.data
+        return self.task.train if self.task is not None else self._load("[data] `train`", data.train, data.arguments)
 
     @functools.cached_property
     def test(self) -> Any:
-        """Held-out data; None where there are none."""
-        if self.config.data.test is not None:
-            return self._load("[data] `test`", self.config.data.test, {})
-        return None if self.task is None else self.task.test
+        """Held-out data, or None."""
+        if self.config.data.test is None:
+            return None if self.task is None else self.task.test
+        return self._load("[data] `test`", self.config.data.test, {})
 
-    def _load(self, place: str, what: str | list[str], arguments: dict[str, Any]) -> Any:
+    def _load(self, place: str, what: str | list[str] | None, arguments: dict[str, Any]) -> Any:
+        assert what is not None  # `config` checks it
         keys, likelihood = self.config.data.keys, self.likelihood
         return load_data(
             what, self.source.folder, self.model, place=place, keys=keys, arguments=arguments, likelihood=likelihood
@@ -153,58 +142,61 @@ class Recipe:
 
     @property
     def likelihood(self) -> Likelihood:
-        """What the outputs mean, and so what the targets are: class labels, or numbers."""
+        """How to interpret the outputs, and so whether targets are class labels or numbers."""
         given = self.config.loss.likelihood
         return likelihood_of(self.loss) if given is None else as_likelihood(given)
 
-    def sample(self, path: Path | None, **changes: Any) -> Posterior:
-        """Draw, as the configuration says; `changes` are arguments of `adammcmc.sample`."""
-        run, loss = self.config.run, self.config.loss
+    def plan(self, path: Path | None, **changes: Any) -> Plan:
+        """The run, validated; `changes` replaces arguments of `adammcmc.sample`."""
+        dtype = self.config.run.dtype
         options: dict[str, Any] = {
+            **vars(self.config.run),
             "sampler": self.sampler(),
-            "prior": self._prior(),
-            "batch_size": run.batch_size,
-            "num_draws": run.num_draws,
-            "gap": run.gap,
+            "prior": self._made("prior"),
             "burn_in": self.burn_in,
-            "num_chains": run.num_chains,
-            "stacked": run.stacked,
-            "seed": run.seed,
-            "keep": run.keep,
-            "dtype": None if run.dtype is None else getattr(torch, run.dtype),
-            "likelihood": loss.likelihood,
+            "dtype": None if dtype is None else getattr(torch, dtype),
+            "likelihood": self.config.loss.likelihood,
             "num_data": self.config.data.num_data,
             "path": path,
+            "config": None if path is None else self.source.as_json(path),
         }
-        if path is not None:
-            options["config"] = self.source.as_json(path)
-        return sample(self.model, self.train, self.loss, **(options | changes))
+        train = self.train
+        with _at("[run]"):
+            return Plan(self.model, train, self.loss, **(options | changes))
 
     @property
     def path(self) -> Path:
-        """Where the configuration wants its draws, relative to the working directory if it is inside."""
+        """The folder for the draws, relative to the working directory if it lies inside."""
         given = self.config.run.path
         path = self.source.folder / (Path("runs", Path(self.source.file).stem) if given is None else Path(given).expanduser())
         return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
     @property
     def burn_in(self) -> int | BurnIn | None:
-        """As `adammcmc.sample` takes it."""
-        if self.config.burn_in is None:
-            return self.config.run.burn_in
-        with _at("[burn_in]"):
-            return BurnIn(**self.config.burn_in.options)
+        """The burn-in, for `adammcmc.sample`."""
+        steps: int | None = self.config.run.burn_in
+        return steps if self.config.burn_in is None else self._made("burn_in")
+
+    def _made(self, section: str) -> Any:
+        """The object that a section names, with its options; None without the section."""
+        choice: Choice | None = getattr(self.config, section)
+        if choice is None:
+            return None
+        make = named_things(section)[choice.name]
+        with _at(f"[{section}]"):
+            takes_model = "model" in inspect.signature(make).parameters
+            return make(self.model, **choice.options) if takes_model else make(**choice.options)
 
     def train_first(self, *, progress: bool = True) -> float | None:
-        """Try the loss out, and train by Adam if the configuration asks for it. Returns the last loss, or None."""
-        _ = self.test  # what is wrong with it is said before the work
+        """Check the loss on one batch, then train by Adam if the configuration requests it. Returns the last loss, or None."""
+        _ = self.test  # errors in held-out data are reported before the work
         torch.manual_seed(self.config.run.seed)
         data = as_data(self.train, self.config.run.batch_size, self.config.data.num_data)
         data.restart(self.config.run.seed)
         device, loss = next(self.model.parameters()).device, Loss(self.loss)
         last = [loss.try_out(self.model, to_device(next(data), device)).mean()]
         if not bool(last[0].isfinite()):
-            raise ValueError(f"the loss of the first batch is {float(last[0])}: look at the data, the weights and the loss.")
+            raise ValueError(f"the loss of the first batch is {float(last[0])}: check the data, the weights and the loss.")
         optimizer = torch.optim.Adam([p for p in self.model.parameters() if p.requires_grad], self.config.training.lr)
         steps = range(self.training_steps)
         for _ in track(steps, "training", show=progress, status=lambda: f"loss {float(last[0]):.3g}"):
@@ -213,42 +205,34 @@ class Recipe:
             value.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             last[0] = value.detach()
-        data.restart(0)  # lets go of workers
+        data.restart(0)  # releases workers
         return float(last[0]) if self.training_steps else None
 
-    def _prior(self) -> Prior | None:
-        choice = self.config.prior
-        if choice is None:
-            return None
-        make = named_things("prior")[choice.name]
-        with _at("[prior]"):
-            takes_model = choice.name in ("Gaussian.fan_in", "Gaussian.per_layer")
-            return make(self.model, **choice.options) if takes_model else make(**choice.options)  # type: ignore[no-any-return]
-
     def sampler(self) -> Callable[..., Any] | None:
-        """What makes the sampler, as `adammcmc.sample` takes it."""
+        """The factory of the sampler, for `adammcmc.sample`."""
         choice, test = self.config.sampler, self.config.acceptance
         if choice is None and test is None:
             return None
-        if choice is None:
-            choice = Choice(next(iter(named_things("sampler"))), {})
+        choice = choice or Choice(next(iter(named_things("sampler"))), {})
         is_own = ":" in choice.name
         make = find("[sampler] `name`", choice.name, self.source.folder) if is_own else named_things("sampler")[choice.name]
         if not callable(make):
             raise ValueError(f"[sampler] `name`: {choice.name} must make a sampler, got {type(make).__name__}.")
-        options = {name: _scan(value) if name in SCANNED else value for name, value in choice.options.items()}
+        options = {
+            name: torch.tensor(value, dtype=torch.float64) if name in SCANNED and isinstance(value, list) else value
+            for name, value in choice.options.items()
+        }
         if test is not None:
-            with _at("[acceptance]"):
-                options["acceptance"] = named_things("acceptance")[test.name](**test.options)
+            options["acceptance"] = self._made("acceptance")
         return functools.partial(make, **options)
 
 
 def prepare(source: Source) -> Recipe:
-    """Read a configuration and make what it names."""
+    """Read a configuration and load the network and the loss that it names."""
     config, folder = read_config(source.text, source.changes), source.folder
-    torch.manual_seed(config.run.seed)  # the first weights
+    torch.manual_seed(config.run.seed)  # the initial weights
     task = None if config.task is None else TASKS[config.task]()
-    model = _placed(_model(config, folder) if task is None else task.model, config)
+    model = _on_device(_model(config, folder) if task is None else task.model, config.model.device)
     if config.model.weights is not None:
         _load_weights(model, folder / config.model.weights)
     if config.model.mode is not None:
@@ -259,11 +243,11 @@ def prepare(source: Source) -> Recipe:
     return Recipe(config, source, model, _loss(config, folder) if task is None else task.loss, task, steps)
 
 
-# --- what a configuration names -------------------------------------------------------------------------------------------
+# --- modules --------------------------------------------------------------------------------------------------------------
 
 
 def find(place: str, name: str, folder: Path) -> Any:
-    """The object `module:attribute`; modules are looked for in the configuration's folder and the working directory first."""
+    """Import `module:attribute`, from the folder of the configuration or the working directory before installed modules."""
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise ValueError(f"{place} must look like module:attribute, got '{name}'.")
@@ -273,7 +257,7 @@ def find(place: str, name: str, folder: Path) -> Any:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise ValueError(f"{place}: importing '{module_name}' failed: {error}.") from error
         raise ValueError(
-            f"{place}: there is no module '{error.name}' in '{folder}', in '{os.getcwd()}', or among what is installed."
+            f"{place}: there is no module '{error.name}' in '{folder}', in '{os.getcwd()}', or installed."
         ) from error
     except _NameTaken:
         raise
@@ -288,27 +272,27 @@ def find(place: str, name: str, folder: Path) -> Any:
 
 
 class _NameTaken(ValueError):
-    """A module's name belongs to another."""
+    """The name of a module is already in use."""
 
 
 def _module(place: str, name: str, folders: list[str]) -> ModuleType:
-    """A module of these folders, or an installed one.
+    """A module in these folders, or an installed one.
 
-    The named module alone takes precedence over what is installed: it is loaded from its file. The folders themselves come last
-    on `sys.path`, for what it imports, so that a file such as html.py beside it does not replace a module that others need.
+    The named module is loaded from its file, and so takes precedence over an installed one. The folders themselves come last
+    on `sys.path`, for its own imports: a file such as html.py beside it must not replace a module that others need.
     """
     sys.path += [folder for folder in folders if folder not in sys.path]
     importlib.invalidate_caches()
     first = name.partition(".")[0]
     spec = PathFinder.find_spec(first, folders)
-    if spec is None or spec.origin is None or spec.loader is None:  # not there, or only a folder of that name
+    if spec is None or spec.origin is None or spec.loader is None:  # none, or only a folder of that name
         return importlib.import_module(name)
     known = sys.modules.get(first)
     where = getattr(known, "__file__", None)
     if first in sys.stdlib_module_names:
-        raise _NameTaken(f"{place}: '{spec.origin}' has the name of a module of Python itself: rename it.")
+        raise _NameTaken(f"{place}: '{spec.origin}' has the name of a module of Python's standard library: rename it.")
     if known is not None and (where is None or os.path.realpath(where) != os.path.realpath(spec.origin)):
-        raise _NameTaken(f"{place}: '{spec.origin}' has the name of a module that is in use, '{where}': rename it.")
+        raise _NameTaken(f"{place}: '{spec.origin}' has the name of an imported module, '{where}': rename it.")
     if known is None:
         module = sys.modules[first] = importlib.util.module_from_spec(spec)
         try:
@@ -320,58 +304,48 @@ def _module(place: str, name: str, folders: list[str]) -> ModuleType:
 
 
 def code_of(config: Config) -> list[str]:
-    """What a configuration imports: each `module:attribute` that it names."""
-    files = [
-        what for given in (config.data.train, config.data.test) for what in ([given] if isinstance(given, str) else given or ())
-    ]
+    """The code that a configuration imports: every `module:attribute` in it."""
+    files = [f for given in (config.data.train, config.data.test) for f in ([given] if isinstance(given, str) else given or ())]
     sampler = None if config.sampler is None else config.sampler.name
     named = [config.model.name, config.loss.name, sampler, *(name for name in files if not name.endswith(_ARRAYS))]
     return list(dict.fromkeys(name for name in named if name is not None and ":" in name))
-
-
-def check_trusted(source: Source, run: Path) -> None:
-    """A run whose configuration imports nothing; for another the caller must have been told to."""
-    if names := code_of(read_config(source.text, source.changes)):
-        raise ValueError(
-            f"the run in '{run}' imports code: {', '.join(names)}, from '{source.folder}' or what is installed. Add "
-            "--trust-code if you trust who made it, or --config with a TOML file of yours."
-        )
 
 
 def _called(place: str, thing: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     try:
         return thing(**arguments)
     except Exception as error:
-        said = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        call = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         name = getattr(thing, "__name__", type(thing).__name__)
-        raise ValueError(f"{place}: {name}({said}) failed: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{place}: {name}({call}) failed: {type(error).__name__}: {error}") from error
+
+
+# --- network and loss -----------------------------------------------------------------------------------------------------
 
 
 def _model(config: Config, folder: Path) -> nn.Module:
-    place = "[model] `name`"
-    assert config.model.name is not None
-    thing = find(place, config.model.name, folder)
+    place, name = "[model] `name`", config.model.name
+    assert name is not None
+    thing = find(place, name, folder)
+    if isinstance(thing, nn.Module) and config.model.arguments:
+        raise ValueError(f"[model] `arguments`: {name} is a network already, and takes none.")
     if not isinstance(thing, nn.Module):
         if not callable(thing):
-            raise ValueError(f"{place}: {config.model.name} must be a network or make one, got {type(thing).__name__}.")
-        torch.manual_seed(config.run.seed)  # again: whether the module was imported just now must not matter
+            raise ValueError(f"{place}: {name} must be a network or make one, got {type(thing).__name__}.")
+        torch.manual_seed(config.run.seed)  # again: the weights must not depend on whether the module was imported just now
         thing = _called(place, thing, config.model.arguments)
-    elif config.model.arguments:
-        raise ValueError(f"[model] `arguments`: {config.model.name} is a network already, and takes none.")
     if not isinstance(thing, nn.Module):
-        raise ValueError(f"{place}: {config.model.name} must make a torch.nn.Module, got {type(thing).__name__}.")
+        raise ValueError(f"{place}: {name} must make a torch.nn.Module, got {type(thing).__name__}.")
     if not any(p.requires_grad for p in thing.parameters()):
-        raise ValueError(f"{place}: no parameter of {config.model.name} requires a gradient: there is nothing to sample.")
+        raise ValueError(f"{place}: no parameter of {name} requires a gradient: there is nothing to sample.")
     return thing
 
 
-def _placed(model: nn.Module, config: Config) -> nn.Module:
-    if config.model.device is None:
-        return model
+def _on_device(model: nn.Module, device: str | None) -> nn.Module:
     try:
-        return model.to(torch.device(config.model.device))
+        return model if device is None else model.to(torch.device(device))
     except (RuntimeError, AssertionError, ValueError) as error:
-        raise ValueError(f"[model] `device`: the network cannot go to '{config.model.device}': {error}") from error
+        raise ValueError(f"[model] `device`: the network cannot be moved to '{device}': {error}") from error
 
 
 def _load_weights(model: nn.Module, file: Path) -> None:
@@ -382,15 +356,15 @@ def _load_weights(model: nn.Module, file: Path) -> None:
         model.load_state_dict(state)
     except (SafetensorError, OSError, RuntimeError, TypeError, ValueError, KeyError, AttributeError, EOFError) as error:
         raise ValueError(f"[model] `weights`: '{file}' cannot be loaded: {error}") from error
-    except Exception as error:  # pickle's own kinds
-        raise ValueError(f"[model] `weights`: '{file}' is no state dictionary: {type(error).__name__}.") from error
+    except Exception as error:  # exceptions of pickle
+        raise ValueError(f"[model] `weights`: '{file}' is not a state dictionary: {type(error).__name__}.") from error
 
 
 def _loss(config: Config, folder: Path) -> Callable[..., Any]:
     place, name, arguments = "[loss] `name`", config.loss.name, config.loss.arguments
     assert name is not None
     if ":" not in name and name not in _LOSSES:
-        raise ValueError(f"[loss] there is no '{name}': {nearest(name, _LOSSES)} Your own is named as module:attribute.")
+        raise ValueError(f"[loss] there is no '{name}': {nearest(name, _LOSSES)} Name your own as module:attribute.")
     thing = find(place, name, folder) if ":" in name else _LOSSES[name]
     if isinstance(thing, type):
         thing = _called(place, thing, arguments)
@@ -399,6 +373,9 @@ def _loss(config: Config, folder: Path) -> Callable[..., Any]:
     if not callable(thing):
         raise ValueError(f"{place}: {name} must be a function, got {type(thing).__name__}.")
     return thing
+
+
+# --- data -----------------------------------------------------------------------------------------------------------------
 
 
 def load_data(
@@ -412,12 +389,11 @@ def load_data(
     needs_targets: bool = True,
     likelihood: Likelihood | None = None,
 ) -> Any:
-    """Data by name: .npz, .npy (one, or a list of them), or `module:attribute`.
+    """Data by name: a .npz file, one or several .npy files, or `module:attribute`.
 
-    Numbers from files are brought to the dtype of the weights, also whole ones, with a warning that they are not scaled (the
-    bytes of an image). Whole numbers stay whole, as int64, in the last of several arrays if they may be labels of classes (not
-    with a likelihood of yes and no, or of values with noise), and as inputs of a network that has an embedding. A .npy file
-    that has the right dtype already is mapped, not read.
+    Numbers from files are converted to the dtype of the weights; integer inputs (the bytes of an image) raise a warning that
+    they are not scaled. Integers stay int64 in the last of several arrays if they may be class labels (not with a binary or
+    Gaussian likelihood), and as inputs of a network that has an embedding. A .npy file of the right dtype is memory-mapped.
     """
     files = [what] if isinstance(what, str) else what
     if not files:
@@ -427,13 +403,11 @@ def load_data(
         if callable(thing) and not isinstance(thing, Tensor):
             return _called(place, thing, arguments or {})
         if arguments:
-            raise ValueError(f"{place}: {files[0]} is no class or function, and takes no `arguments`.")
+            raise ValueError(f"{place}: {files[0]} is not a class or function, and takes no `arguments`.")
         return thing
     if arguments:
-        raise ValueError(f"{place}: `arguments` are for what a module makes, not for files.")
-    arrays: list[Any] = []
-    for name in files:
-        arrays += _arrays(folder / name, place, keys, needs_targets)
+        raise ValueError(f"{place}: `arguments` are for a class or function of a module, not for files.")
+    arrays = [array for name in files for array in _arrays(folder / name, place, keys, needs_targets)]
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     has_labels = likelihood is None or likelihood.name in ("categorical", "log_categorical", "values")
     has_indices = any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in model.modules())
@@ -442,8 +416,8 @@ def load_data(
         is_target = i > 0 and i == len(arrays) - 1
         if not is_target and not has_indices and array.dtype.kind in "iub" and array.size:
             extent = f"{int(array.min())} to {int(array.max())}"
-            warn(f"{place}: inputs of {array.dtype} ({extent}) become floats as they are, not scaled.")
-        parts.append(_converted(array, dtype, stays_whole=has_labels if is_target else has_indices))
+            warn(f"{place}: inputs of {array.dtype} ({extent}) are converted to floating point without scaling.")
+        parts.append(_converted(array, dtype, keeps_integers=has_labels if is_target else has_indices))
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 
@@ -464,14 +438,14 @@ def _arrays(file: Path, place: str, keys: list[str] | None, needs_targets: bool)
         raise ValueError(f"{place}: '{file}': {error}") from error
     for array in arrays:
         if array.dtype.kind not in "fiub":
-            raise ValueError(f"{place}: '{file}' holds {array.dtype} where numbers must be.")
+            raise ValueError(f"{place}: '{file}' holds {array.dtype}, not numbers.")
         if array.ndim == 0:
-            raise ValueError(f"{place}: '{file}' holds one number where an array with a row for each example must be.")
+            raise ValueError(f"{place}: '{file}' holds one number, not an array with a row for each example.")
     return arrays
 
 
 def _chosen(names: list[str], keys: list[str] | None, needs_targets: bool) -> list[str]:
-    """Which arrays of a .npz file, in which order."""
+    """The arrays of a .npz file to read, in order."""
     if keys is not None:
         if not needs_targets and len(keys) > 1 and keys[-1] not in names:
             keys = keys[:-1]
@@ -482,16 +456,16 @@ def _chosen(names: list[str], keys: list[str] | None, needs_targets: bool) -> li
     for pair in _PAIRS:
         if set(names) in (set(pair), {pair[0]}):
             return [name for name in pair if name in names]
+    if not names:
+        raise ValueError("the file is empty.")
     if len(names) == 1 or all(name.startswith("arr_") for name in names):
-        if not names:
-            raise ValueError("the file is empty.")
         return names
-    raise ValueError(f"it has arrays {', '.join(names)}: say which, targets last, with [data] keys = [...].")
+    raise ValueError(f"it has arrays {', '.join(names)}: select them, targets last, with [data] keys = [...].")
 
 
-def _converted(array: np.ndarray[Any, Any], dtype: torch.dtype, *, stays_whole: bool) -> Any:
+def _converted(array: np.ndarray[Any, Any], dtype: torch.dtype, *, keeps_integers: bool) -> Any:
     wanted = torch.empty(0, dtype=dtype).numpy().dtype if dtype != torch.bfloat16 else np.dtype(np.float32)
-    if stays_whole and array.dtype.kind in "iub":
+    if keeps_integers and array.dtype.kind in "iub":
         wanted = np.dtype(np.int64)
     if array.dtype != wanted:
         check_fits(array.size * wanted.itemsize, f"an array of shape {array.shape} as {wanted}")
@@ -501,13 +475,9 @@ def _converted(array: np.ndarray[Any, Any], dtype: torch.dtype, *, stays_whole: 
     return array
 
 
-def _scan(value: Any) -> Any:
-    return torch.tensor(value, dtype=torch.float64) if isinstance(value, list) else value
-
-
 @contextmanager
 def _at(place: str) -> Iterator[None]:
-    """Errors of what a section makes say where it is."""
+    """Put the section in front of an error."""
     try:
         yield
     except (ValueError, TypeError) as error:

@@ -1,11 +1,11 @@
-"""Jets in memory: only real particles, one after another, jet after jet.
+"""Packed jets in memory: the particles of the first jet, then those of the second, and so on, without padding.
 
-Particles of a jet are ordered by pT, the hardest first, and are given relative to the jet's axis:
+The particles of a jet are sorted by pT, hardest first, and their angles are relative to the jet axis:
 
     counts     (jets,)          particles of each jet
     particles  (all, 4)         pT, delta eta, delta phi, E        GeV and radians
     jet        (jets, 5)        pT, eta, phi, mass, E of the whole jet
-    kind       (jets,)          what it is: a number into `KINDS`, -1 where nobody knows
+    kind       (jets,)          an index into `KINDS`; -1 if unknown
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from torch import Tensor
 __all__ = ["KINDS", "Jets", "Rows", "jets_from_p4", "wrapped"]
 
 KINDS = ("qcd", "top", "w", "z", "h_bb", "h_ww", "quark", "gluon")
-"""Background and signal of top tagging first, so that a tagger's labels are kinds."""
+"""Background and signal of top tagging come first, so that the labels of a tagger are kinds."""
 
-# the compact code of a particle: three integers of 16 bits
-LOG_PT_SCALE = 3000.0  # log(pT / GeV) from 1.8e-5 to 5.5e4 GeV, in steps of 0.03%
-ANGLE_SCALE = 10000.0  # up to 3.27 from the axis (soft protons lie far out in eta), in steps of 1e-4
+# the compact encoding of a particle: three 16-bit integers
+LOG_PT_SCALE = 3000.0  # log(pT / GeV): 1.8e-5 to 5.5e4 GeV, in steps of 0.03%
+ANGLE_SCALE = 10000.0  # up to 3.27 from the axis (soft protons have a large eta), in steps of 1e-4
 
 
 class Rows(NamedTuple):
-    """Where the particles of packed jets lie: what turns rows into jets and back."""
+    """Positions of the particles of packed jets: converts between rows and jets."""
 
     owner: Tensor
-    """(rows,): the jet of each."""
+    """(rows,): the jet of each particle."""
     rank: Tensor
-    """(rows,): the place of each in its jet."""
+    """(rows,): its index in that jet."""
     first: Tensor
-    """(jets,): the row where each jet begins."""
+    """(jets,): the first row of each jet."""
     counts: Tensor
     """(jets,): particles of each jet."""
 
     @staticmethod
     def of(counts: Tensor, total: int) -> Rows:
-        """From the particles of each jet, and of all together (which the device must not be asked for).
+        """From the number of particles in each jet, and in total (an argument, so that the device is not synchronized).
 
-        `total` may be more: rows behind the real ones count as the last jet's, with places that it does not have (see `real`).
+        `total` may be larger: the extra rows are assigned to the last jet, at indices that it does not have (see `real`).
         """
         ends = counts.cumsum(0)
         first, rows = ends - counts, torch.arange(total, device=counts.device)
@@ -55,13 +55,13 @@ class Rows(NamedTuple):
 
     @property
     def real(self) -> Tensor:
-        """(rows,): whether there is a particle."""
+        """(rows,): whether the row holds a particle."""
         return self.rank < self.counts[self.owner]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Jets:
-    """A set of jets, packed: see the head of this file for the four tensors.
+    """A set of packed jets; the top of this file describes the four tensors.
 
     Example:
         >>> one = jets_from_p4(torch.tensor([[[100.0, 100.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]]), torch.tensor([1]))
@@ -86,7 +86,7 @@ class Jets:
             )
         if jets and not -1 <= int(self.kind.min()) <= int(self.kind.max()) < len(KINDS):
             raise ValueError(
-                f"a kind is a number from -1 (unknown) to {len(KINDS) - 1}, got {sorted(set(self.kind.tolist()))}."
+                f"a kind is an integer from -1 (unknown) to {len(KINDS) - 1}, got {sorted(set(self.kind.tolist()))}."
             )
 
     def __len__(self) -> int:
@@ -101,12 +101,17 @@ class Jets:
 
     @property
     def offsets(self) -> Tensor:
-        """Where each jet's particles begin, and where the last one's end: (jets + 1,)."""
+        """The first row of each jet, and the number of rows: (jets + 1,)."""
         return torch.cat([self.counts.new_zeros(1), self.counts.cumsum(0)])
 
     @property
+    def heads(self) -> Jets:
+        """The jets without their particles."""
+        return Jets(torch.zeros_like(self.counts), self.particles[:0], self.jet, self.kind)
+
+    @property
     def rows(self) -> Rows:
-        """Where the particles lie."""
+        """Positions of the particles."""
         return Rows.of(self.counts, len(self.particles))
 
     @property
@@ -116,24 +121,24 @@ class Jets:
 
     @property
     def rank(self) -> Tensor:
-        """The place of each particle in its jet, 0 for the hardest: (all,)."""
+        """The index of each particle in its jet, 0 for the hardest: (all,)."""
         return self.rows.rank
 
     def __getitem__(self, chosen: slice | Tensor | Sequence[int]) -> Jets:
-        """Some of the jets, by slice, numbers or a mask."""
+        """A selection of the jets, by a slice, indices or a mask."""
         try:
             numbers = torch.arange(len(self))[chosen if isinstance(chosen, slice) or len(chosen) else []]
         except IndexError as error:
-            raise IndexError(f"{len(self)} jets cannot be chosen from by {chosen!r}: {error}.") from error
+            raise IndexError(f"{chosen!r} does not select from {len(self)} jets: {error}.") from error
         if numbers.dim() != 1:
-            raise IndexError(f"jets are chosen by a slice, a mask or a list of numbers, got {chosen!r}; one jet is jets[[i]].")
+            raise IndexError(f"select jets by a slice, a mask or a list of indices, got {chosen!r}; one jet is jets[[i]].")
         counts = self.counts[numbers]
         where = Rows.of(counts, int(counts.sum()))
         rows = self.offsets[numbers][where.owner] + where.rank
         return Jets(counts, self.particles[rows], self.jet[numbers], self.kind[numbers])
 
     def leading(self, num_particles: int) -> Jets:
-        """The same jets with at most so many particles each, the hardest. The jet's own momentum stays."""
+        """The same jets with their hardest particles only, at most this many. The jet momentum is unchanged."""
         if num_particles < 1:
             raise ValueError(f"`num_particles` must be positive, got {num_particles}.")
         if not len(self) or int(self.counts.max()) <= num_particles:
@@ -142,11 +147,11 @@ class Jets:
         return Jets(self.counts.clamp_max(num_particles), self.particles[kept], self.jet, self.kind)
 
     def of_kind(self, *names: str) -> Jets:
-        """Only the jets of these kinds."""
+        """The jets of these kinds."""
         return self[torch.isin(self.kind, torch.tensor([kind_number(name) for name in names], dtype=self.kind.dtype))]
 
     def padded(self, num_particles: int | None = None) -> tuple[Tensor, Tensor]:
-        """Particles in a rectangle, zeros behind the last: (jets, num_particles, 4), and a mask of the real ones."""
+        """Zero-padded particles, (jets, num_particles, 4), and the mask of real ones."""
         width = max(self.counts.tolist(), default=0) if num_particles is None else num_particles
         jets = self.leading(max(1, width))
         full = torch.zeros(len(jets), width, 4)
@@ -156,7 +161,7 @@ class Jets:
         return full, mask
 
     def p4(self, num_particles: int | None = None) -> Tensor:
-        """E, px, py, pz of the particles, zero padded: (jets, num_particles, 4)."""
+        """Zero-padded E, px, py, pz of the particles: (jets, num_particles, 4)."""
         particles, mask = self.padded(num_particles)
         pt, deta, dphi, energy = particles.double().unbind(-1)
         eta, phi = deta + self.jet[:, 1:2].double(), dphi + self.jet[:, 2:3].double()
@@ -170,31 +175,31 @@ class Jets:
 
     @staticmethod
     def cat(parts: Iterable[Jets]) -> Jets:
-        """Jets of several sets, one set after another."""
+        """Concatenate sets of jets."""
         parts = list(parts)
         if not parts:
-            raise ValueError("there are no jets to put together.")
+            raise ValueError("there are no jets to concatenate.")
         return Jets(*(torch.cat([getattr(part, name) for part in parts]) for name in ("counts", "particles", "jet", "kind")))
 
     def shuffled(self, seed: int) -> Jets:
-        """The same jets in another order, which the seed fixes."""
+        """The same jets in a random order fixed by the seed."""
         return self[torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))]
 
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that tell these jets, in this order, from others."""
+        """Sixteen hexadecimal digits that identify these jets in this order."""
         return hashlib.blake2b(self.jet.numpy().tobytes(), digest_size=8).hexdigest()
 
-    # --- the compact code -------------------------------------------------------------------------------------------------
+    # --- the compact encoding -------------------------------------------------------------------------------------------------
 
     def encode(self) -> dict[str, np.ndarray[Any, Any]]:
-        """About 0.3 kB a jet before compression: a particle is three integers of 16 bits, taken as massless."""
+        """About 0.3 kB per jet before compression: a particle is three 16-bit integers, assumed massless."""
         pt, deta, dphi, _ = self.particles.double().unbind(1)
         fits = pt.log().mul(LOG_PT_SCALE).abs() <= 32767
         if not bool(fits.all()):
-            raise ValueError(f"a particle has pT {float(pt[~fits][0]):g} GeV; the code goes from 1.8e-5 to 5.5e4.")
+            raise ValueError(f"a particle has pT {float(pt[~fits][0]):g} GeV; the encoding covers 1.8e-5 to 5.5e4.")
         for name, angle in (("delta eta", deta), ("delta phi", dphi)):
             if bool((angle.abs() * ANGLE_SCALE > 32767).any()):
-                raise ValueError(f"a particle is {angle.abs().max():.2f} from its jet's axis in {name}; the code ends at 3.27.")
+                raise ValueError(f"a particle is {angle.abs().max():.2f} from its jet axis in {name}; the limit is 3.27.")
         codes = {"log_pt": pt.log() * LOG_PT_SCALE, "deta": deta * ANGLE_SCALE, "dphi": dphi * ANGLE_SCALE}
         counts = self.counts.numpy()
         return {
@@ -207,7 +212,7 @@ class Jets:
 
     @staticmethod
     def decode(code: dict[str, np.ndarray[Any, Any]]) -> Jets:
-        """What `encode` made."""
+        """The inverse of `encode`."""
         log_pt_scale, angle_scale = code["scale"]
         counts = torch.from_numpy(code["n"].astype(np.int64))
         jet = torch.from_numpy(np.array(code["jet"], np.float32))
@@ -219,24 +224,24 @@ class Jets:
 
 
 def kind_number(name: str) -> int:
-    """The place of a kind in `KINDS`."""
+    """The index of a kind in `KINDS`."""
     if name not in KINDS:
         raise ValueError(f"there is no kind of jet '{name}'. Known: {', '.join(KINDS)}.")
     return KINDS.index(name)
 
 
 def wrapped(angle: Tensor) -> Tensor:
-    """An angle between -pi and pi."""
+    """Wrap an angle into [-pi, pi)."""
     return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
 
 
 def jets_from_p4(p4: Tensor, kind: Tensor, jet: Tensor | None = None) -> Jets:
-    """Jets from zero-padded E, px, py, pz of the particles, in any order of pT.
+    """Jets from zero-padded E, px, py, pz of the particles, in any order.
 
     Args:
-        p4: (jets, particles, 4); rows of zeros are no particles.
-        kind: (jets,), numbers into `KINDS`.
-        jet: (jets, 4), E, px, py, pz of the jets; None is the sum of the particles.
+        p4: (jets, particles, 4); rows of zeros are padding.
+        kind: (jets,), indices into `KINDS`.
+        jet: (jets, 4), E, px, py, pz of the jets; None: the sum of the particles.
     """
     if p4.dim() != 3 or p4.shape[2] != 4 or len(kind) != len(p4):
         raise ValueError(

@@ -1,14 +1,14 @@
 """A small detector in the style of the Delphes ATLAS card: tracks, towers, and energy flow.
 
-1. Charged particles come from the middle and bend in a solenoid; soft ones curl up inside and never reach the calorimeter.
-2. A charged particle becomes a track with an efficiency, its pT smeared.
-3. What reaches the calorimeter adds to the towers, 0.1 in eta and 10 degrees in phi, of an electromagnetic and a hadronic
-   layer; photons and hadrons have the same towers. A tower's energy is smeared.
-4. Energy flow: all tracks, and a neutral particle wherever a tower's energy exceeds that of its tracks by more than
-   `min_significance` standard deviations and a least energy. Where it does not, the tracks of the tower take the weighted
-   mean of the two measurements.
+1. Charged particles start at the centre and bend in a solenoid field; soft ones curl up and never reach the calorimeter.
+2. A charged particle becomes a track with some efficiency; its pT is smeared.
+3. Particles that reach the calorimeter deposit their energy in towers, 0.1 in eta and 10 degrees in phi, of an
+   electromagnetic and a hadronic layer with the same segmentation. The energy of a tower is smeared.
+4. Energy flow: all tracks, and a neutral particle for each tower whose energy exceeds that of its tracks by more than
+   `min_significance` standard deviations and a minimum energy. In other towers the tracks take the weighted mean of the two
+   measurements.
 
-Everything works on the particles of many events at once: flat arrays, and the event of each particle.
+Everything is vectorized over events: flat arrays of particles, and the event of each particle.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Particles(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """What the detector saw: massless energy-flow objects of many events."""
+    """Massless energy-flow objects of many events."""
 
     event: Integers
     pt: Floats
@@ -48,16 +48,16 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True)
 class Detector:
-    """The numbers of the card; `Detector()` is what `generate` uses.
+    """The detector card; `generate` uses `Detector()`.
 
     Args:
         field: of the solenoid, Tesla.
         radius: of the calorimeter's barrel, metres.
-        half_length: from the middle to its endcaps, metres.
+        half_length: from the centre to the endcaps, metres.
         tower_eta: width of a tower.
         tower_phi: width of a tower, degrees.
-        min_ecal: least energy of an electromagnetic excess, GeV.
-        min_hcal: least energy of a hadronic excess, GeV.
+        min_ecal: minimum energy of an electromagnetic excess, GeV.
+        min_hcal: minimum energy of a hadronic excess, GeV.
         min_significance: of an excess, in standard deviations of the tower and its tracks.
     """
 
@@ -73,7 +73,7 @@ class Detector:
     def __post_init__(self) -> None:
         if not 0.01 <= self.tower_eta <= 1 or not 1 <= self.tower_phi <= 90 or (360 / self.tower_phi) % 1:
             raise ValueError(
-                "towers must be 0.01 to 1 wide in eta, and a whole number of them, 1 to 90 degrees wide, must fill the circle, "
+                "towers must be 0.01 to 1 wide in eta and 1 to 90 degrees wide in phi, a divisor of 360, "
                 f"got {self.tower_eta} and {self.tower_phi}."
             )
 
@@ -99,7 +99,7 @@ class Detector:
         energy = np.hypot(seen.pt * np.cosh(seen.eta), seen.mass)
         is_muon = np.abs(seen.pdg) == 13
         is_electromagnetic = np.isin(np.abs(seen.pdg), (11, 22))
-        for stops_here, resolution, least in (
+        for stops_here, resolution, minimum in (
             (is_electromagnetic, _ecal_resolution, self.min_ecal),
             (~is_electromagnetic & ~is_muon, _hcal_resolution, self.min_hcal),
         ):
@@ -116,13 +116,13 @@ class Detector:
             tracks = _sums(place, track_energy[hit], len(numbers))
             track_variance = _sums(place, ((track_energy * sigma) ** 2)[hit], len(numbers))
             excess = measured - tracks
-            is_excess = (excess > least) & (excess > self.min_significance * np.sqrt(error**2 + track_variance))
-            # no excess: the best estimate of the tracks' energy weighs both measurements
+            is_excess = (excess > minimum) & (excess > self.min_significance * np.sqrt(error**2 + track_variance))
+            # no excess: the best estimate of the track energy is the weighted mean of both measurements
             weight = track_variance / np.maximum(track_variance + error**2, 1e-12)
             best = np.where(is_excess | (tracks <= 0), 1.0, 1 + weight * (excess / np.where(tracks > 0, tracks, 1.0)))
             flow_pt[hit] *= best[place]
             where = np.flatnonzero(is_excess)
-            # the position of a tower is anywhere in it
+            # uniform positions within the tower
             tower_eta = eta[where] + self.tower_eta * random.random(len(where))
             tower_phi = phi[where] + np.deg2rad(self.tower_phi) * random.random(len(where))
             neutral.append((numbers[where] // per_event, excess[where] / np.cosh(tower_eta), tower_eta, tower_phi))
@@ -136,14 +136,14 @@ class Detector:
         return Flow(event[order], *(column[order] for column in rest))
 
     def _towers(self, seen: Particles) -> tuple[Integers, NDArray[np.bool_]]:
-        """The tower that each particle points to, and whether it gets there."""
+        """The tower that each particle hits, and whether it reaches the calorimeter."""
         sinh = np.sinh(seen.eta)
         # after an arc 2 rho a (rho = pT / 0.3 q B) a helix is 2 rho sin(a) from the beam, turned by a, at z = 2 rho a sinh(eta)
         ratio = 0.15 * np.abs(seen.charge) * self.field * self.radius / np.maximum(seen.pt, 1e-9)  # radius / 2 rho
         to_barrel = np.where(ratio < 1, np.arcsin(np.minimum(ratio, 1.0)), np.inf)
         to_endcap = ratio * (self.half_length / self.radius) / np.maximum(np.abs(sinh), 1e-9)
         turn = np.minimum(to_barrel, to_endcap)
-        reaches = turn <= np.pi / 2  # what has to turn back on its way curls up inside
+        reaches = turn <= np.pi / 2  # particles that would have to turn back curl up inside
         turn = np.where(reaches, turn, 0.0)
         eta = np.arcsinh(sinh / np.sinc(turn / np.pi))  # sinc: sin(a) / a
         reaches &= np.abs(eta) < _ETA_EDGE
@@ -158,7 +158,7 @@ _ETA_EDGE = 4.9
 
 
 def _sums(place: Integers, values: Floats, number: int) -> Floats:
-    """Of the values at each place."""
+    """Sum of the values at each index."""
     return np.bincount(place, values, number).astype(np.float64)
 
 
@@ -167,7 +167,7 @@ def _chosen(seen: Particles, mask: NDArray[np.bool_]) -> Particles:
 
 
 def _efficiency(seen: Particles) -> Floats:
-    """Of tracks, by species, pT and eta."""
+    """Track efficiency by species, pT and eta."""
     eta, pt, pdg = np.abs(seen.eta), seen.pt, np.abs(seen.pdg)
     central = np.select([pt <= 0.1, pt <= 1.0], [0.0, 0.70], 0.95)
     forward = np.select([pt <= 0.1, pt <= 1.0], [0.0, 0.60], 0.85)
@@ -181,7 +181,7 @@ def _efficiency(seen: Particles) -> Floats:
 
 
 def _track_resolution(seen: Particles) -> Floats:
-    """sigma(pT) / pT, by species and eta: a constant, and a part that grows with pT."""
+    """sigma(pT) / pT by species and eta: a constant, and a term that grows with pT."""
     eta, pdg = np.abs(seen.eta), np.abs(seen.pdg)
     regions = [eta <= 0.5, eta <= 1.5]
     constant = np.select(regions, [0.06, 0.10], 0.25)
@@ -206,7 +206,7 @@ def _hcal_resolution(energy: Floats, eta: Floats) -> Floats:
 
 
 def _lognormal(mean: Floats, sigma: Floats, random: np.random.Generator) -> Floats:
-    """Positive, with this mean and standard deviation."""
+    """Positive random numbers with this mean and standard deviation."""
     positive = mean > 0
     square = np.log1p((sigma / np.where(positive, mean, 1.0)) ** 2)
     drawn: Any = np.where(positive, mean, 0.0) * np.exp(np.sqrt(square) * random.standard_normal(len(mean)) - 0.5 * square)

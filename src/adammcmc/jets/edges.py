@@ -1,21 +1,21 @@
-r"""The edge layers of ParticleNet on the GPU, in Triton: few passes over the edges, and nothing waits for the host.
+r"""The edge layers of ParticleNet as Triton kernels: few passes over the edges, and no synchronization with the host.
 
-A block joins particle i with its k neighbours j. With p = x [W1 - W2, W2, Ws]^T of each particle (one product),
+A block connects particle i with its k neighbours j. With p = x [W1 - W2, W2, Ws]^T for each particle (one product),
 
     y_1 = p1_i + p2_j,   z_l = relu(norm(y_l)),   y_{l+1} = z_l W_{l+1}^T,   out_i = relu(norm(p3_i) + mean_j z_L)
 
-y_1 is never stored: its statistics, z_1 and its gradient are made from p, which is small and stays in the cache. BatchNorm is
-one pass that reduces and one that applies; the last layer is applied and averaged over j in one. Backward, with g the gradient
-of norm(y), n edges, and xhat = (y - mean) / sd:
+y_1 is never stored: its statistics, z_1 and its gradient are computed from p, which is small and stays in the cache. BatchNorm
+takes one reducing pass and one applying pass; the last layer is applied and averaged over j in one pass. In the backward pass,
+with g the gradient of norm(y), n edges, and xhat = (y - mean) / sd:
 
     dy = weight / sd (g - sum(g) / n - xhat sum(g xhat) / n)
 
-The gradient of p2_j is a sum over the edges that end at j. They belong to the jet of j, so that one program adds them up as a
-product with a matrix of zeros and ones, without atomics: the same call gives the same bits.
+The gradient of p2_j is a sum over the edges that end at j. They belong to the jet of j, so that one program sums them by a
+product with a 0/1 matrix, without atomics: the result is deterministic, bit for bit.
 
-Statistics are those of Chan et al. (mean and sum of squares about it, of each program's stretch), joined in float64. How many
-rows are real is read on the device: rows behind them (`Cloud.padded`) are zeros, and belong to no statistics. torch.compile
-leaves these functions outside of its graphs.
+Statistics follow Chan et al.: the mean and the sum of squares about it of each program's stretch of rows, combined in float64.
+The number of real rows is read on the device; the rows after them (`Cloud.padded`) are zeros and do not count. torch.compile
+keeps these functions outside of its graphs.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _NOBODY = tl.constexpr(NOBODY)
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-# --- what the kernels share -------------------------------------------------------------------------------------------------
+# --- shared by the kernels --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _moments(mean_at, spread_at, eps, c, has, EVAL: tl.constexpr):
-    """Mean and 1 / sd of some columns; in evaluation mode `spread_at` has variances."""
+    """Mean and 1 / sd of a block of columns; in evaluation mode `spread_at` holds variances."""
     mean = tl.load(mean_at + c, mask=has, other=0.0).to(tl.float32)
     spread = tl.load(spread_at + c, mask=has, other=1.0).to(tl.float32)
     if EVAL:
@@ -56,20 +56,20 @@ def _read(
     y, own, there, places, base, row, slot, ok, c, has,
     YS: tl.constexpr, TS: tl.constexpr, PS: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
-    """y of edge number `slot` of some rows: as it is stored, or own + that of the neighbour (nobody: zero)."""
+    """y of edge `slot` of a block of rows: the stored value, or own + neighbour (zero if there is none)."""
     if GATHER:
         place = tl.load(places + row * PS + slot, mask=ok, other=_NOBODY).to(tl.int32)
         j = (base + place).to(tl.int64)
         mask = (ok & (place != _NOBODY))[:, None] & has[None, :]
         return own + tl.load(there + j[:, None] * TS + c[None, :], mask=mask, other=0.0).to(tl.float32)
-    else:  # noqa: RET505 (what stands behind an `if` is compiled, whatever was returned in it)
+    else:  # noqa: RET505 (Triton compiles the code after an `if`, even if the branch returned)
         at = y + ((row * K + slot) * YS)[:, None] + c[None, :]
         return tl.load(at, mask=ok[:, None] & has[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _row_wise(y, start, row, ok, c, has, YS: tl.constexpr, GATHER: tl.constexpr):
-    """What all edges of a row share: its own part of y, and where its jet begins."""
+    """Shared by all edges of a row: its own part of y, and the first row of its jet."""
     if GATHER:
         own = tl.load(y + (row * YS)[:, None] + c[None, :], mask=ok[:, None] & has[None, :], other=0.0).to(tl.float32)
         return own, tl.load(start + row, mask=ok, other=0)
@@ -81,7 +81,7 @@ def _row_wise(y, start, row, ok, c, has, YS: tl.constexpr, GATHER: tl.constexpr)
 def _gradient(
     dz, out, shared, row, slot, ok, c, has, K: tl.constexpr, C: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of z: as it is stored, or the row's share of that of relu(... + mean z)."""
+    """The gradient of z: the stored value, or the row's part of the gradient of relu(... + mean z)."""
     if MEAN:
         return shared
     else:  # noqa: RET505
@@ -105,7 +105,7 @@ def _shared(dz, out, row, ok, c, has, K: tl.constexpr, C: tl.constexpr, MEAN: tl
 
 @triton.jit
 def _lay_out(counts, ends, start, total, BLOCK: tl.constexpr):
-    """For each particle, the row where its jet begins; and the number of all."""
+    """For each particle the first row of its jet; and the number of particles."""
     jet = tl.program_id(0)
     if jet == tl.num_programs(0) - 1:
         tl.store(total, tl.load(ends + jet))
@@ -122,7 +122,7 @@ def _statistics(
     C: tl.constexpr, YS: tl.constexpr, TS: tl.constexpr, PS: tl.constexpr, K: tl.constexpr, MULT: tl.constexpr,
     GATHER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Of each program's stretch of rows: their number, mean, and sum of squares about it."""
+    """The count, mean, and sum of squares about the mean of each program's stretch of rows."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     has = c < C
@@ -131,7 +131,7 @@ def _statistics(
     each = tl.cdiv(blocks, programs)
     low = tl.minimum(program * each, blocks)
     high = tl.minimum(low + each, blocks)
-    # sums are taken about the stretch's first row: what is large in common does not eat the digits
+    # sums are taken about the first row of the stretch: a large common offset costs no digits
     row_0 = low * BR + tl.arange(0, 1)
     ok_0 = row_0 < rows
     own_0, base_0 = _row_wise(y, start, row_0.to(tl.int64), ok_0, c, has, YS, GATHER)
@@ -163,7 +163,7 @@ def _finish_statistics(
     partial, programs, stats, running_mean, running_var, tracked, momentum, eps,
     C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Join the stretches; mean and 1 / sd, and the running statistics, as torch has them."""
+    """Combine the stretches: mean and 1 / sd, and the running statistics as in torch."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     has = c < C
     number = tl.zeros([BP, BC], tl.float64)
@@ -203,7 +203,7 @@ def _apply(
     C: tl.constexpr, YS: tl.constexpr, TS: tl.constexpr, PS: tl.constexpr, K: tl.constexpr, MULT: tl.constexpr,
     GATHER: tl.constexpr, RELU: tl.constexpr, EVAL: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """z = relu((y - mean) / sd weight + bias); zeros behind the real rows."""
+    """z = relu((y - mean) / sd weight + bias); zeros after the real rows."""
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     has = c < C
     row = tl.program_id(0) * BR + tl.arange(0, BR)
@@ -230,7 +230,7 @@ def _combine(
     C: tl.constexpr, YS: tl.constexpr, TS: tl.constexpr, PS: tl.constexpr, SS: tl.constexpr, K: tl.constexpr,
     GATHER: tl.constexpr, EVAL: tl.constexpr, S_NORM: tl.constexpr, S_EVAL: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """out = relu(norm(s) + mean over the neighbours of relu(norm(y))); zeros behind the real rows."""
+    """out = relu(norm(s) + mean over the neighbours of relu(norm(y))); zeros after the real rows."""
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     has = c < C
     row = tl.program_id(0) * BR + tl.arange(0, BR)
@@ -298,7 +298,7 @@ def _reduce(
 
 @triton.jit(do_not_specialize=["programs"])
 def _finish_sums(partial, programs, sums, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """Join them: the gradients of bias and weight."""
+    """Combine the sums: the gradients of bias and weight."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     has = c < C
     first = tl.zeros([BP, BC], tl.float64)
@@ -319,8 +319,8 @@ def _apply_backward(
     C: tl.constexpr, YS: tl.constexpr, TS: tl.constexpr, PS: tl.constexpr, DS: tl.constexpr, K: tl.constexpr,
     MULT: tl.constexpr, RELU: tl.constexpr, EVAL: tl.constexpr, MEAN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """dy of stored y; zeros behind the real rows. `dy` may be `dz`. In evaluation mode dy does not need the sums of g and
-    g xhat: they are taken on the way."""
+    """dy of stored y; zeros after the real rows. `dy` may be `dz`. In evaluation mode dy does not need the sums of g and
+    g xhat: this kernel computes them too."""
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     has = c < C
     row = tl.program_id(0) * BR + tl.arange(0, BR)
@@ -372,7 +372,7 @@ def _scatter(
     if jet < jets:
         count = tl.load(counts + jet).to(tl.int32)
         begin = (tl.load(ends + jet) - count).to(tl.int64)
-        # from here on rows are counted from the jet's first: 32 bits are enough
+        # from here on row indices are relative to the first row of the jet: 32 bits suffice
         own_at, other_at, places_at, dp_at = y + begin * YS, there + begin * TS, places + begin * PS, dp + begin * DS
         dz_at, out_at = dz + begin * C, out + begin * C
         if not MEAN:
@@ -414,7 +414,7 @@ def _scatter(
             if EVAL:
                 first_sum += left
         arrived_at = dp_at + C + (place_of * DS)[:, None] + c[None, :]
-        # the last of 256 places stands for nobody, and is no particle's
+        # the last of 256 slots stands for no neighbour, and belongs to no particle
         arrived = arrived * scale[None, :]
         tl.store(arrived_at, arrived.to(dp.dtype.element_ty), mask=(place_of < count)[:, None] & has[None, :])
         if EVAL:
@@ -439,7 +439,7 @@ def _nearest(
     C: tl.constexpr, XS: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, PLACES: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """|a|^2 - 2 ab + |b|^2 of some rows with all of their jet, and K + 1 times the smallest; the first is left out."""
+    """|a|^2 - 2 ab + |b|^2 of a block of rows with their whole jet; the K + 1 smallest, without the first."""
     jet = tl.program_id(0)
     count = tl.load(counts + jet).to(tl.int32)
     begin = tl.load(ends + jet).to(tl.int32) - count
@@ -466,9 +466,9 @@ def _nearest(
             b2 += tl.sum(wide_b * wide_b, 1)
         distance = a2[:, None] - 2.0 * product + b2[None, :]
         distance = tl.where(distance > 0, distance, 0.0)
-        # a float that is not negative is ordered like its bits; the place behind them settles ties
+        # nonnegative floats are ordered like their bits; the index in the low byte breaks ties
         key = (distance.to(tl.int32, bitcast=True).to(tl.int64) << 8) | place[None, :].to(tl.int64)
-        far = tl.full([BR, PLACES], 0x7FFFFFFFFFFFFF, tl.int64)  # its last byte is nobody
+        far = tl.full([BR, PLACES], 0x7FFFFFFFFFFFFF, tl.int64)  # its last byte is NOBODY
         key = tl.where(is_place[None, :], key, far)
         to = out + (begin + rank).to(tl.int64) * K
         for i in tl.static_range(K + 1):
@@ -517,26 +517,26 @@ def _jet_mean_backward(
         tl.store(empty_at, tl.zeros([BR, BC], dx.dtype.element_ty), mask=mask)
 
 
-# --- their host -------------------------------------------------------------------------------------------------------------
+# --- the host ---------------------------------------------------------------------------------------------------------------
 
 
 class Layout(NamedTuple):
-    """Where the particles of packed jets lie, as the kernels want it. Made on the device, without waiting for it."""
+    """Positions of the particles of packed jets, for the kernels. Computed on the device, without waiting for it."""
 
     counts: Tensor
     """(jets,), int64."""
     ends: Tensor
-    """(jets,), int64: the row behind the last particle of each."""
+    """(jets,), int64: the row after the last particle of each jet."""
     start: Tensor
-    """(rows,), int32: where the jet of each particle begins; not written behind the real rows."""
+    """(rows,), int32: the first row of the jet of each particle; undefined after the real rows."""
     total: Tensor
-    """(1,), int64: real rows."""
+    """(1,), int64: number of real rows."""
     width: int
     """The most particles that a jet has."""
 
     @staticmethod
     def of(counts: Tensor, rows: int, width: int) -> Layout:
-        """From the particles of each jet, for tensors of so many rows."""
+        """From the number of particles in each jet, for tensors of `rows` rows."""
         counts = counts.long()
         ends = counts.cumsum(0)
         start = torch.empty(rows, dtype=torch.int32, device=counts.device)
@@ -546,7 +546,7 @@ class Layout(NamedTuple):
 
 
 class _Norm(NamedTuple):
-    """What BatchNorm has beside its weights."""
+    """The state and settings of BatchNorm, besides its weights."""
 
     mean: Tensor
     var: Tensor
@@ -567,7 +567,7 @@ class _Norm(NamedTuple):
 
 
 class _Edges(NamedTuple):
-    """The tensor that a norm is taken of: stored, or a sum of rows and their neighbours'; its rows and their slots."""
+    """The tensor to normalize: stored, or a sum of rows and their neighbours (`gather`)."""
 
     y: Tensor
     there: Tensor
@@ -597,11 +597,11 @@ def _columns(channels: int) -> int:
 
 
 def _tile(channels: int, slots: int, device: torch.device) -> tuple[int, int, int]:
-    """Rows and columns that a program works on at once, and its warps."""
+    """Rows and columns of a program's block, and its number of warps."""
     columns = _columns(channels)
-    if device.type != "cuda":  # under the interpreter: small, so that the loops are seen to work
+    if device.type != "cuda":  # in the interpreter: small blocks, so that tests exercise the loops
         return max(1, 512 // columns), columns, 4
-    # one slot: 32 numbers for each thread; many slots are unrolled, and 16 for each thread is enough
+    # one slot: 32 numbers per thread; several slots are unrolled, and 16 per thread suffice
     return (8192 // columns, columns, 8) if slots == 1 else (max(1, 2048 // columns), columns, 4)
 
 
@@ -611,8 +611,8 @@ def _num_programs(device: torch.device, column_blocks: int) -> int:
     return max(1, 4 * _multiprocessors(device) // column_blocks)
 
 
-def _at_once(device: torch.device) -> int:
-    """Stretches that are joined at once: a few rounds of loads, each of which takes its time."""
+def _block_of_stretches(device: torch.device) -> int:
+    """Stretches combined in one round of loads; each round has a latency."""
     return 512 if device.type == "cuda" else 2
 
 
@@ -621,7 +621,7 @@ def _stored(y: Tensor) -> _Edges:
 
 
 def _statistics_of(edges: _Edges, norm: _Norm, layout: Layout, slots: int, multiple: int) -> _Stats:
-    """Of the batch (then the running ones are moved), or the running ones in evaluation mode."""
+    """Statistics of the batch (updating the running ones), or the running ones in evaluation mode."""
     if not norm.training:
         return _Stats(norm.mean, norm.var, True, norm.eps)
     device, channels = edges.y.device, edges.channels
@@ -637,7 +637,7 @@ def _statistics_of(edges: _Edges, norm: _Norm, layout: Layout, slots: int, multi
     )  # fmt: skip
     _finish_statistics[(triton.cdiv(channels, 8),)](
         partial, programs, stats, norm.mean, norm.var, norm.tracked, norm.momentum, norm.eps,
-        C=channels, BP=_at_once(device), BC=8, num_warps=8,
+        C=channels, BP=_block_of_stretches(device), BC=8, num_warps=8,
     )  # fmt: skip
     return _Stats(stats[0], stats[1], False, norm.eps)
 
@@ -661,7 +661,7 @@ def _sums_of(
     edges: _Edges, stats: _Stats, weight: Tensor, bias: Tensor, layout: Layout, slots: int, multiple: int, relu: bool,
     dz: Tensor, out: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """(2, channels): the sums of g and g xhat, gradients of bias and weight. With `out`, dz is the gradient behind the mean."""
+    """(2, channels): the sums of g and g xhat, gradients of bias and weight. With `out`, dz is the gradient after the mean."""
     device, channels = edges.y.device, edges.channels
     rows, columns, warps = _tile(channels, slots, device)
     blocks = triton.cdiv(channels, columns)
@@ -677,11 +677,11 @@ def _sums_of(
 
 
 def _finished(partial: Tensor) -> Tensor:
-    """Sums of stretches, (2, stretches, channels), joined: (2, channels)."""
+    """Combine the sums of stretches, (2, stretches, channels) -> (2, channels)."""
     _, stretches, channels = partial.shape
     sums = torch.empty(2, channels, device=partial.device)
     _finish_sums[(triton.cdiv(channels, 8),)](
-        partial, stretches, sums, C=channels, BP=_at_once(partial.device), BC=8, num_warps=8
+        partial, stretches, sums, C=channels, BP=_block_of_stretches(partial.device), BC=8, num_warps=8
     )
     return sums
 
@@ -690,7 +690,7 @@ def _norm_backward(
     edges: _Edges, stats: _Stats, weight: Tensor, bias: Tensor, layout: Layout, slots: int, multiple: int, relu: bool,
     dz: Tensor, out: Tensor | None, dy: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Writes dy; returns the sums, see `_sums_of`."""
+    """Write dy; return the sums of `_sums_of`."""
     channels = edges.channels
     all_rows = len(edges.y) // slots
     rows, columns, warps = _tile(channels, slots, edges.y.device)
@@ -731,8 +731,8 @@ class _NormRows(torch.autograd.Function):
 
 
 class _Block(torch.autograd.Function):
-    """All of a block. Parameters come flat: the matrices of the layers, then weights, then biases of their norms; then those of
-    the shortcut, if it has any."""
+    """A whole block. `params` is a flat list: the matrices of the layers, the weights and the biases of their norms, then
+    those of the shortcut, if there is one."""
 
     @staticmethod
     def forward(
@@ -752,7 +752,7 @@ class _Block(torch.autograd.Function):
         stats = [_statistics_of(edges[0], norms[0], layout, k, 1)]
         kept: list[Tensor] = []
         for i in range(1, depth):
-            # the first layer's rows are particles, the others' are edges
+            # rows are particles in the first layer, edges in the others
             slots, multiple = (k, 1) if i == 1 else (1, k)
             z = _applied(edges[-1], stats[-1], weights[i - 1], biases[i - 1], layout, slots, multiple, True)
             y = z @ matrices[i].t()
@@ -790,7 +790,7 @@ class _Block(torch.autograd.Function):
         d_matrices: list[Tensor] = [narrow] * depth
         d_weights: list[Tensor] = [narrow] * depth
         d_biases: list[Tensor] = [narrow] * depth
-        dz, seen = grads[0].contiguous(), out  # until the last layer is done, dz is the gradient of `out`
+        dz, seen = grads[0].contiguous(), out  # before the last layer, dz is the gradient of `out`
         dp = torch.empty_like(p)
         d_short: list[Tensor] = []
         if short_stats is not None:
@@ -806,7 +806,7 @@ class _Block(torch.autograd.Function):
             if i == 0:
                 sums = _scattered(edges, stats[0], weights[0], biases[0], layout, k, dz, behind, dp)
             else:
-                dy = torch.empty_like(edges.y) if is_last else dz  # in place: dz is ours, and not needed again
+                dy = torch.empty_like(edges.y) if is_last else dz  # in place: dz is a temporary that is not needed again
                 sums = _norm_backward(edges, stats[i], weights[i], biases[i], layout, slots, multiple, True, dz, behind, dy)
             d_weights[i], d_biases[i] = sums[1].to(weights[i].dtype), sums[0].to(biases[i].dtype)
             if i == 0:
@@ -834,7 +834,7 @@ def _scattered(
     edges: _Edges, stats: _Stats, weight: Tensor, bias: Tensor, layout: Layout, k: int, dz: Tensor, out: Tensor | None,
     dp: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Writes the gradients of p; returns the sums, see `_sums_of`."""
+    """Write the gradients of p; return the sums of `_sums_of`."""
     channels, jets, all_rows = edges.channels, len(layout.counts), len(edges.y)
     places = max(16, triton.next_power_of_2(layout.width))
     columns = int(max(16, min(64, triton.next_power_of_2(channels))))
@@ -847,13 +847,13 @@ def _scattered(
         dz if out is None else out, stats.mean, stats.spread, weight, bias, sums, partial, dp, all_rows, jets, stats.eps,
         C=channels, YS=edges.y_stride, TS=edges.y_stride, PS=edges.places_stride, DS=dp.stride(0), K=k, EVAL=stats.is_eval,
         MEAN=out is not None, WIDE=_is_wide(dp), PLACES=places, BR=32, BC=columns,
-        num_warps=4 if places <= 128 else 8, num_stages=2 if _is_wide(dp) else 4,  # few warps: loads must run ahead
+        num_warps=4 if places <= 128 else 8, num_stages=2 if _is_wide(dp) else 4,  # with few warps, loads must be prefetched
     )  # fmt: skip
     return _finished(partial) if stats.is_eval else sums
 
 
 def _is_wide(x: Tensor) -> bool:
-    """Whether products are of float32. The interpreter has no bfloat16 to multiply with."""
+    """Whether to multiply in float32. The interpreter cannot multiply bfloat16."""
     return _INTERPRETED or x.dtype == torch.float32
 
 
@@ -883,12 +883,12 @@ class _MeanOfJets(torch.autograd.Function):
 
 @torch.compiler.disable
 def outside_of_graphs(function: Callable[[Cloud], Tensor], cloud: Cloud) -> Tensor:
-    """Call it, untouched by torch.compile."""
+    """Call a function outside of torch.compile's graphs."""
     return function(cloud)
 
 
 def norm_rows(x: Tensor, bn: nn.Module, layout: Layout) -> Tensor:
-    """BatchNorm over the real rows of (rows, channels); zeros behind them."""
+    """BatchNorm over the real rows of (rows, channels); zeros after them."""
     out: Tensor = _NormRows.apply(x, bn.weight, bn.bias, _Norm.of(bn), layout)
     return out
 
@@ -902,16 +902,16 @@ def edge_block(
     norms: Sequence[nn.Module],
     shortcut: tuple[nn.Module, nn.Module] | None,
 ) -> Tensor:
-    """A block of ParticleNet: (rows, channels) -> (rows, channels of its last layer); zeros behind the real rows.
+    """A block of ParticleNet: (rows, channels) -> (rows, channels of its last layer); zeros after the real rows.
 
     Args:
         x: features of the particles.
-        places: (rows, k), uint8: their neighbours, by place in the jet.
-        layout: which jets they belong to.
+        places: (rows, k), uint8: their neighbours, by index in the jet.
+        layout: the jets they belong to.
         dtype: of products and edges, float32 or bfloat16. Sums are in float32.
-        convs: of the layers, whose weights can be seen as matrices.
-        norms: BatchNorm of the layers.
-        shortcut: its convolution and BatchNorm; None: x itself.
+        convs: the convolutions of the layers, whose weights can be viewed as matrices.
+        norms: the BatchNorm of each layer.
+        shortcut: its convolution and BatchNorm; None: the identity.
     """
     params = [*(conv.weight for conv in convs), *(bn.weight for bn in norms), *(bn.bias for bn in norms)]
     every = [_Norm.of(bn) for bn in norms]
@@ -927,11 +927,11 @@ def edge_block(
 
 @torch.no_grad()
 def nearest_places(x: Tensor, layout: Layout, k: int) -> Tensor:
-    """`particlenet.nearest` of real rows; nobody is near the rows behind them. Ties go to the hardest particle."""
+    """`particlenet.nearest` of the real rows; `NOBODY` after them. Ties go to the hardest particle."""
     out = torch.full((len(x), k), NOBODY, dtype=torch.uint8, device=x.device)
     places = max(16, triton.next_power_of_2(layout.width))
     channels = x.shape[1]
-    columns = int(max(16, min(16 if _is_wide(x) else 64, triton.next_power_of_2(channels))))  # float32 takes registers
+    columns = int(max(16, min(16 if _is_wide(x) else 64, triton.next_power_of_2(channels))))  # float32 needs more registers
     rows = 32 if places <= 128 else 16
     _nearest[(len(layout.counts), triton.cdiv(layout.width, rows))](
         x, layout.counts, layout.ends, out, C=channels, XS=x.stride(0), K=k, WIDE=_is_wide(x), PLACES=places, BR=rows,
@@ -941,6 +941,6 @@ def nearest_places(x: Tensor, layout: Layout, k: int) -> Tensor:
 
 
 def mean_of_jets(x: Tensor, layout: Layout) -> Tensor:
-    """The mean of each jet's rows, (jets, channels), in float32; zeros for a jet without any."""
+    """The mean over the rows of each jet, (jets, channels), in float32; zeros for an empty jet."""
     out: Tensor = _MeanOfJets.apply(x.contiguous(), layout)
     return out

@@ -1,8 +1,8 @@
-"""Events of one kind, and the jets in them: Pythia, the detector, FastJet, and the choice of jets.
+"""Events of one kind and their jets: Pythia, the detector, FastJet, and the selection of jets.
 
 Proton-proton collisions at 14 TeV without multi-parton interactions; energy flow of `detector`; anti-kT, R = 0.8, the two
-leading jets of an event, 550 < pT < 650 GeV, |eta| < 2. A jet from a heavy particle must hold it: the particle and all its
-quarks lie within 0.8 of the jet's axis. Everything works on many events at once.
+leading jets of an event, 550 < pT < 650 GeV, |eta| < 2. A jet of a heavy particle must contain it: the particle and all its
+quarks lie within 0.8 of the jet axis. Everything is vectorized over events.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from adammcmc.jets.detector import Detector, Flow, Particles
 __all__ = ["PROCEDURE", "PROCESSES", "Events", "Process", "Record", "Settings", "Window", "jets_of_events"]
 
 PROCEDURE = 2
-"""Rises when the same settings give other jets. 1 had no endcaps, and hadrons' resolution for the tracks of leptons."""
+"""Increases when the same settings give different jets. 1 had no endcaps, and hadron resolution for lepton tracks."""
 
 _HADRONIC_W = ("24:onMode = off", "24:onIfAny = 1 2 3 4 5")
 _HIGGS = ("HiggsSM:gg2Hg(l:t) = on", "HiggsSM:qg2Hq(l:t) = on", "HiggsSM:qqbar2Hg(l:t) = on", "25:onMode = off")
 
 
 class Process(NamedTuple):
-    """What Pythia is told, and what a jet must hold: the particle, and into how many quarks it falls apart."""
+    """Settings of Pythia, the heavy particle that a jet must contain, and the number of quarks that it decays into."""
 
     settings: tuple[str, ...]
     heavy: int = 0
@@ -60,7 +60,7 @@ PROCESSES = {
 
 
 class Window(NamedTuple):
-    """Jets with a pT between these, in GeV, and |eta| below `max_eta`."""
+    """Range of the jets' pT, in GeV, and upper limit of |eta|."""
 
     low: float = 550.0
     high: float = 650.0
@@ -69,16 +69,16 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides the jets of a folder, but for how many there are.
+    """Everything that determines the jets of a folder, except their number.
 
     Args:
-        seed: of all random numbers.
-        window: of the jets' pT and eta.
+        seed: fixes all random numbers.
+        window: range of the jets' pT and eta.
         radius: of the jets.
-        max_particles: the hardest are kept.
+        max_particles: of a jet; the hardest are kept.
         shard_size: jets in a file.
-        flat: make hard events more often, so that the spectrum of pT, which falls like pT^-6, is nearly flat in the window.
-        detector: its numbers.
+        flat: oversample hard events, so that the pT spectrum, which falls like pT^-6, is nearly flat in the window.
+        detector: the detector card.
     """
 
     seed: int = 0
@@ -101,7 +101,7 @@ class Settings:
 
 
 class Events:
-    """Pythia, set up for one kind of jet."""
+    """Pythia, configured for one kind of jets."""
 
     def __init__(self, kind: str, settings: Settings, seed: int) -> None:
         import pythia8mc
@@ -112,7 +112,7 @@ class Events:
             "Print:quiet = on",
             "Beams:eCM = 14000",
             "PartonLevel:MPI = off",
-            # 400 to 800 GeV for the reference window; a tenth of its jets come from softer events, and are not made
+            # 400 to 800 GeV for the reference window; a tenth of its jets come from softer events, and are missing
             f"PhaseSpace:pTHatMin = {0.73 * low:g}",
             f"PhaseSpace:pTHatMax = {1.23 * high:g}",
             "Random:setSeed = on",
@@ -121,14 +121,14 @@ class Events:
             *PROCESSES[kind].settings,
         ):
             if not self._pythia.readString(line):
-                raise RuntimeError(f"Pythia does not know the setting '{line}'.")
+                raise RuntimeError(f"Pythia rejects the setting '{line}'.")
         if not self._pythia.init():
-            raise RuntimeError(f"Pythia could not start the process '{kind}' (is PYTHIA8DATA set to another version's data?)")
+            raise RuntimeError(f"Pythia could not start the process '{kind}' (is PYTHIA8DATA of another version?)")
         self.made = 0
         self._charges: dict[int, float] = {}
 
     def batch(self, number: int) -> Record:
-        """So many events, with a charge for every particle."""
+        """Generate this many events, with a charge for every particle."""
         import awkward as ak
 
         events = self._pythia.nextBatch(number).prt
@@ -151,7 +151,7 @@ class Events:
 
 
 class Record(NamedTuple):
-    """The particles of many events as Pythia lists them; `mother` counts within its event."""
+    """The particles of many events in Pythia's order; `mother` is an index within the event."""
 
     counts: NDArray[np.int64]
     pdg: NDArray[np.int64]
@@ -166,12 +166,12 @@ class Record(NamedTuple):
 
     @property
     def first(self) -> NDArray[np.int64]:
-        """Where the event of each particle begins."""
+        """The first row of each particle's event."""
         return np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
 
 
 def jets_of_events(record: Record, kind: str, settings: Settings, random: np.random.Generator) -> Jets:
-    """Detector, clustering, choice and match of a batch of events."""
+    """Simulate the detector, cluster, select and match a batch of events."""
     flow = settings.detector(_stable(record), random)
     event, jets, members = _clustered(flow, len(record.counts), settings)
     process = PROCESSES[kind]
@@ -183,7 +183,7 @@ def jets_of_events(record: Record, kind: str, settings: Settings, random: np.ran
     kept = np.repeat(chosen, counts)
     rows, jets, counts = members.rows[kept], jets[chosen], counts[chosen]
     owner = np.repeat(np.arange(len(jets)), counts)
-    # within a jet the hardest particle first, and no more than fit
+    # within a jet, the hardest particles first, at most `max_particles`
     order = np.lexsort((-flow.pt[rows], owner))
     rank = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     rows, owner = rows[order][rank < settings.max_particles], owner[rank < settings.max_particles]
@@ -210,14 +210,14 @@ def _stable(record: Record) -> Particles:
 
 
 class _Members(NamedTuple):
-    """The energy-flow objects of each jet, jet after jet."""
+    """The energy-flow objects of all jets, concatenated."""
 
     counts: NDArray[np.int64]
     rows: NDArray[np.int64]
 
 
 def _clustered(flow: Flow, num_events: int, settings: Settings) -> tuple[NDArray[np.int64], NDArray[np.float64], _Members]:
-    """The two leading jets of each event: their event; pT, eta, phi, mass, E; what they are made of."""
+    """The two leading jets of each event: event; pT, eta, phi, mass, E; constituents."""
     import awkward as ak
     import fastjet
 
@@ -244,18 +244,18 @@ def _clustered(flow: Flow, num_events: int, settings: Settings) -> tuple[NDArray
 
 @cache
 def _silence_banner() -> None:
-    """FastJet greets on standard output, once for each process; what it asks to cite is said by the command line instead."""
+    """FastJet prints a banner once per process; the command line prints the citation instead."""
     import fastjet
 
     sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    kept, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, 1)
+        os.dup2(null, 1)
         fastjet.ClusterSequence([fastjet.PseudoJet(1, 0, 0, 1)], fastjet.JetDefinition(fastjet.antikt_algorithm, 0.4))
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-        os.close(nowhere)
+        os.close(null)
 
 
 _RESONANCES = (6, 23, 24, 25)
@@ -264,10 +264,10 @@ _RESONANCES = (6, 23, 24, 25)
 def _holds_heavy(
     record: Record, process: Process, event: NDArray[np.int64], jets: NDArray[np.float64], radius: float
 ) -> NDArray[np.bool_]:
-    """Whether a jet has a heavy particle and all its quarks within `radius` of its axis."""
+    """Whether a jet has the heavy particle and all its quarks within `radius` of its axis."""
     pdg, mother = np.abs(record.pdg), record.mother + record.first
     quarks = np.flatnonzero((pdg <= 5) & np.isin(pdg[mother], _RESONANCES))
-    # up the family tree to the heavy particle, at the moment it decays
+    # climb the decay tree to the last copy of the heavy particle
     parent = mother[quarks]
     for _ in range(100):
         climbing = (pdg[parent] != process.heavy) & (parent != record.first[parent])
@@ -281,7 +281,7 @@ def _holds_heavy(
     event_of = record.event
 
     def near(particles: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """(jets, particles): whether this jet is of the same event and that close."""
+        """(jets, particles): whether both belong to the same event and are within `radius`."""
         dphi = np.remainder(phi[particles] - jets[:, 2:3] + np.pi, 2 * np.pi) - np.pi
         close = np.hypot(eta[particles] - jets[:, 1:2], dphi) < radius
         return np.asarray(close & (event_of[particles] == event[:, None]))

@@ -1,10 +1,10 @@
-"""What a network sees of a jet: the seven features of the paper's configuration, and the first neighbours.
+"""The inputs of the network: the seven features of the paper's configuration, and the first neighbours.
 
     log pT             (- 1.7) x 0.7        log E             (- 2.0) x 0.7
     log pT / pT_jet    (+ 4.7) x 0.7        log E / E_jet     (+ 4.7) x 0.7
     dR                 (- 0.2) x 4          delta eta, delta phi
 
-Each is clipped to +-5; the 128 hardest particles are used. The points of the first graph are (delta eta, delta phi).
+Each is clipped to +-5. The 128 hardest particles are used. The first graph connects neighbours in (delta eta, delta phi).
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def _first_graph(jets: Jets, k: int) -> Tensor:
 
 
 def cloud_bytes(jets: Jets, num_neighbours: int = 16) -> int:
-    """What `cloud_of` takes, in bytes."""
+    """Memory of `cloud_of(jets)`, in bytes."""
     return len(jets.particles) * (4 * (2 + len(FEATURES)) + num_neighbours) + 16 * len(jets)
 
 
 def padded_inputs(jets: Jets, max_particles: int = MAX_PARTICLES) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for the padded path, and for weaver-core's model: points, features, mask, each (jets, channels, particles)."""
+    """Padded inputs, also for weaver-core's model: points, features, mask, each (jets, channels, particles)."""
     jets = jets.leading(max_particles)
     seen = torch.cat([jets.particles[:, 1:3], features(jets.particles, jets.jet[jets.owner])], 1)
     full = torch.zeros(len(jets), max_particles, seen.shape[1])
@@ -81,20 +81,20 @@ def padded_inputs(jets: Jets, max_particles: int = MAX_PARTICLES) -> tuple[Tenso
 
 
 class JetData(Indexed):
-    """Jets as training data: batches (cloud, labels) for `sample`, in an order that the seed fixes.
+    """Jets as training data: batches (cloud, labels) for `sample`, in an order fixed by the seed.
 
-    All is computed once and lies on `device`; a batch is a few gathers there. The device never has to be asked how many
-    particles a batch has: their numbers are known on the host too.
+    Everything is computed once and stays on `device`; a batch is a few gathers there. The host keeps the numbers of particles
+    too, so that it never waits for the device.
 
     Args:
-        jets: what to serve.
-        batch_size: jets in a batch; None is all.
-        device: where the data lie, and the batches.
-        labels: (jets,) classes; None takes the kinds: 0 is QCD, 1 is top.
+        jets: the jets.
+        batch_size: jets in a batch; None: all.
+        device: of the data and the batches.
+        labels: (jets,) classes; None: the kinds, 0 for QCD, 1 for top.
         num_neighbours: of the first graph; the network's k.
-        max_particles: of a jet, the hardest.
-        capacity: rows of a batch that comes by `next`, see `Cloud.padded`: all have one shape, as a CUDA graph needs it. "auto"
-            is enough for nearly any: 5 standard deviations above the mean. A batch that does not fit comes without padding.
+        max_particles: of a jet; the hardest are used.
+        capacity: rows of a batch from `next`, see `Cloud.padded`: all batches have one shape, as CUDA graphs require. "auto" is
+            5 standard deviations above the mean, enough for nearly any batch. A larger batch comes without padding.
 
     Example:
         >>> from adammcmc.jets import bundled, read_jets
@@ -128,7 +128,7 @@ class JetData(Indexed):
         self._first = (cloud.counts.cumsum(0) - cloud.counts).to(self._device)
         self._labels = labels.long().to(self._device)
         super().__init__(len(jets), batch_size)
-        self.capacity = _enough(cloud.counts, self.batch_size) if capacity == "auto" else capacity
+        self.capacity = _default_capacity(cloud.counts, self.batch_size) if capacity == "auto" else capacity
 
     def __next__(self) -> tuple[Cloud, Tensor]:
         if self._order is None:
@@ -151,24 +151,24 @@ class JetData(Indexed):
             yield self.fetch(slice(start, start + size))
 
     def _gather(self, chosen: Tensor, total: int) -> tuple[Cloud, Tensor]:
-        """These jets, in so many rows: those of their particles, or more if there is a capacity."""
+        """These jets in `total` rows: as many as particles, or the capacity."""
         counts = self._cloud.counts[chosen]
         where = Rows.of(counts, total)
         rows = self._first[chosen][where.owner] + where.rank
         if self.capacity is None:
             parts: list[Any] = [tensor.index_select(0, rows) for tensor in self._cloud[1:]]
             return Cloud(counts, *parts), self._labels[chosen]
-        nothing, rows = ~where.real.unsqueeze(1), rows.clamp_max(len(self._cloud.points) - 1)
+        padding, rows = ~where.real.unsqueeze(1), rows.clamp_max(len(self._cloud.points) - 1)
         parts = [
-            tensor.index_select(0, rows).masked_fill(nothing, empty)
+            tensor.index_select(0, rows).masked_fill(padding, empty)
             for tensor, empty in zip(self._cloud[1:], (0, 0, NOBODY), strict=True)
         ]
         return Cloud(counts, *parts), self._labels[chosen]
 
 
-def _enough(counts: Tensor, batch_size: int) -> int:
-    """Rows for a batch of so many jets: the mean of their particles' number and 5 standard deviations, but never more than the
-    largest jets have; a multiple of 16, which products of matrices like."""
+def _default_capacity(counts: Tensor, batch_size: int) -> int:
+    """Rows for a batch: 5 standard deviations above its mean number of particles, but at most that of the largest jets;
+    a multiple of 16, for fast matrix products."""
     mean, variance = float(counts.double().mean()), float(counts.double().var(correction=0))
     likely = math.ceil(batch_size * mean + 5 * math.sqrt(batch_size * variance))
     most = int(counts.sort(descending=True).values[:batch_size].sum())

@@ -1,7 +1,9 @@
-"""Pictures of a tagger and its posterior. Each panel is a function of its axes; three of them make a figure."""
+"""Figures of a tagger and its posterior. A panel is a function of its axes; `draw` arranges panels side by side."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,9 @@ from adammcmc.jets.tagging import evaluate, groups, mean_by_pt, roc, scores_of
 from adammcmc.posterior.predictive import Prediction
 from adammcmc.posterior.store.whole import whole
 
-__all__ = ["draw_others", "draw_tagging", "panel_groups", "panel_information", "panel_roc"]
+__all__ = ["draw", "draw_observables", "draw_others", "draw_tagging", "panel_groups", "panel_information", "panel_roc"]
 
-# Okabe and Ito's colours: told apart by everyone. The marker tells as well.
+# the colour-blind safe palette of Okabe and Ito; markers differ as well
 _OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 COLOURS = dict(zip(KINDS, _OKABE_ITO, strict=True))
 _MARKERS = dict(zip(KINDS, "os^vDPX*", strict=True))
@@ -23,30 +25,32 @@ LABELS = dict(zip(KINDS, ("QCD", "top", "W", "Z", "H → bb", "H → WW", "quark
 EDGES = (500.0, 550.0, 650.0, 750.0, 850.0, 1000.0)
 
 
+@contextmanager
+def draw(path: Path, columns: int, rows: int = 1, *, size: tuple[float, float] | None = None) -> Iterator[list[Any]]:
+    """Yield the axes of a new figure, row by row, and write the figure atomically on exit."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size or (5.1 * columns, 4.6), layout="constrained")
+    yield list(figure.subplots(rows, columns, squeeze=False).flat)
+    with whole(path) as file:
+        figure.savefig(file, dpi=140)
+
+
 def draw_tagging(path: Path, prediction: Prediction, jets: Jets) -> None:
-    """ROC curve, and mean prediction and spread by class and correctness."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.5, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    panel_roc(left, prediction, jets.kind)
-    panel_groups(right, prediction, jets.kind)
-    with whole(path) as file:
-        figure.savefig(file, dpi=140)
+    """ROC curve, and posterior spread by class and correctness."""
+    with draw(path, 2) as (left, right):
+        panel_roc(left, prediction, jets.kind)
+        panel_groups(right, prediction, jets.kind)
 
 
-def draw_others(path: Path, seen: tuple[Jets, Prediction], elsewhere: tuple[Jets, Prediction]) -> None:
-    """Mutual information against pT, of jets like those of the training and of others."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
-    panel_information(figure.subplots(), seen, elsewhere)
-    with whole(path) as file:
-        figure.savefig(file, dpi=140)
+def draw_others(path: Path, seen: tuple[Jets, Prediction], others: tuple[Jets, Prediction]) -> None:
+    """Mutual information against pT, of held-out jets and of out-of-distribution jets."""
+    with draw(path, 1, size=(6.4, 4.6)) as (axes,):
+        panel_information(axes, seen, others)
 
 
 def panel_roc(axes: Any, prediction: Prediction, labels: Tensor) -> None:
-    """Background rejection against signal efficiency, of the mean prediction."""
+    """Background rejection of the mean prediction against signal efficiency."""
     numbers = evaluate(prediction, labels)
     signal, background = roc(scores_of(prediction), labels)
     shown = background > 0
@@ -81,16 +85,16 @@ def panel_groups(axes: Any, prediction: Prediction, labels: Tensor) -> None:
     axes.set_ylim(bottom=0)
 
 
-def panel_information(axes: Any, seen: tuple[Jets, Prediction], elsewhere: tuple[Jets, Prediction]) -> None:
-    """Mean mutual information against pT: bands for jets like those of the training, points for others."""
+def panel_information(axes: Any, seen: tuple[Jets, Prediction], others: tuple[Jets, Prediction]) -> None:
+    """Mean mutual information against pT: bands for held-out jets, points for out-of-distribution jets."""
     jets, prediction = seen
     for name in ("top", "qcd"):
         values = prediction.mutual_information[jets.kind == KINDS.index(name)]
         low, high = jets.jet[:, 0].aminmax()
         label = f"{LABELS[name]}, held out"
         axes.hlines(float(values.mean()), float(low), float(high), color=COLOURS[name], linewidth=6, alpha=0.4, label=label)
-    others, unseen = elsewhere
-    for name, bins in mean_by_pt(unseen.mutual_information, others, EDGES).items():
+    unseen, answers = others
+    for name, bins in mean_by_pt(answers.mutual_information, unseen, EDGES).items():
         axes.errorbar(
             [(b.low + b.high) / 2 for b in bins],
             [b.mean.value for b in bins],
@@ -102,35 +106,31 @@ def panel_information(axes: Any, seen: tuple[Jets, Prediction], elsewhere: tuple
             linewidth=1,
             label=LABELS[name],
         )
-    axes.set(xlabel="jet pT, GeV", ylabel="mutual information, nats", title="Other jets: kinds it never saw, other pT")
+    axes.set(xlabel="jet pT, GeV", ylabel="mutual information, nats", title="Out-of-distribution jets")
     axes.set_ylim(bottom=0)
     axes.legend(ncols=2, fontsize=7, loc="upper right")
-    axes.set_ylim(top=1.35 * axes.get_ylim()[1])  # room for the legend
+    axes.set_ylim(top=1.35 * axes.get_ylim()[1])  # space for the legend
 
 
 def draw_observables(path: Path, samples: dict[str, dict[str, Tensor]], kinds: dict[str, Tensor]) -> None:
-    """Twelve observables of several samples side by side, top and QCD apart.
+    """Compare twelve observables of two samples, with top and QCD jets separate.
 
     Args:
-        path: of the picture.
+        path: of the figure.
         samples: name of a sample -> its observables by name.
         kinds: name of a sample -> kinds of its jets.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 8.5), layout="constrained")
     names = list(next(iter(samples.values())))
-    for axes, name in zip(figure.subplots(3, 4).flat, names, strict=True):
-        together = torch.cat([sample[name] for sample in samples.values()])
-        edges = torch.linspace(float(together.quantile(0.002)), float(together.quantile(0.998)), 26)
-        for (sample, values), style in zip(samples.items(), ({"linestyle": "-"}, {"linestyle": "--"}), strict=False):
-            for kind in ("qcd", "top"):
-                chosen = values[name][kinds[sample] == KINDS.index(kind)].clamp(edges[0], edges[-1])
-                heights, _ = torch.histogram(chosen.float(), edges)
-                label = f"{LABELS[kind]}, {sample}"
-                axes.stairs(heights / heights.sum(), edges, color=COLOURS[kind], label=label, **style)
-        axes.set_xlabel(name)
-        axes.set_yticks([])
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    with whole(path) as file:
-        figure.savefig(file, dpi=110)
+    with draw(path, 4, 3, size=(13, 8.5)) as panels:
+        for axes, name in zip(panels, names, strict=True):
+            together = torch.cat([sample[name] for sample in samples.values()])
+            edges = torch.linspace(float(together.quantile(0.002)), float(together.quantile(0.998)), 26)
+            for (sample, values), style in zip(samples.items(), ("-", "--"), strict=False):
+                for kind in ("qcd", "top"):
+                    chosen = values[name][kinds[sample] == KINDS.index(kind)].clamp(edges[0], edges[-1])
+                    heights, _ = torch.histogram(chosen.float(), edges)
+                    label = f"{LABELS[kind]}, {sample}"
+                    axes.stairs(heights / heights.sum(), edges, color=COLOURS[kind], label=label, linestyle=style)
+            axes.set_xlabel(name)
+            axes.set_yticks([])
+        axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4)

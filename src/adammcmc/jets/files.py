@@ -1,11 +1,13 @@
-"""Files of jets: the field's formats and our own, read in chunks.
+"""Jet files: the field's formats and our own, read in chunks.
 
     .h5, .hdf5   the Top Quark Tagging Reference Dataset: a pandas table with E_0, PX_0, PY_0, PZ_0, ..., is_signal_new
     .root        JetClass: a tree with part_px, part_py, part_pz, part_energy and label_*
-    .npz         energyflow's quark and gluon jets (X, y); or our own compact code
-    .parquet     our own compact code, a jet a row
+    .npz         energyflow's quark and gluon jets (X, y); or our own compact encoding
+    .parquet     our own compact encoding, one row per jet
 
-Our compact code is that of `Jets.encode`: about 0.25 kB a jet on disk. A folder is all its files, in the order of their names.
+`FORMATS`, at the end of this file, lists them. To add a format, write a reader and add a line to that table.
+
+Our compact encoding is that of `Jets.encode`: about 0.25 kB per jet on disk. A folder stands for all its files, sorted by name.
 "bundled:jets" and "bundled:others" are the samples that come with the library.
 """
 
@@ -15,7 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,17 +27,17 @@ from adammcmc.jets.hdf5 import PandasTable, TableError, open_table
 from adammcmc.posterior.store.archives import check_fits, read_npz
 from adammcmc.posterior.store.whole import whole
 
-__all__ = ["JetFileError", "read_jets", "stream_jets", "write_jets"]
+__all__ = ["FORMATS", "Format", "JetFileError", "bundled", "jet_files", "read_jets", "stream_jets", "write_jets"]
 
 _CHUNK = 20_000
 
 
 class JetFileError(ValueError):
-    """A file that holds no jets, other columns than its format has, or less than it says."""
+    """A file without jets, with the wrong columns, or with less data than it declares."""
 
 
 def read_jets(paths: str | Path | Sequence[str | Path], max_jets: int | None = None) -> Jets:
-    """All jets of these files (or folders) in memory: about 0.9 kB a jet. `max_jets` takes equally many of each file.
+    """Read all jets of these files or folders: about 0.9 kB per jet in memory. `max_jets` is shared equally by the files.
 
     Example:
         >>> jets = read_jets(bundled("jets"), max_jets=100)
@@ -54,16 +56,16 @@ def read_jets(paths: str | Path | Sequence[str | Path], max_jets: int | None = N
 
 
 def _fitting(parts: Iterable[Jets]) -> Iterator[Jets]:
-    """The same, as long as there is memory to put them together: a small file may expand to any number of jets."""
+    """The same parts, while memory suffices to join them: a small file may expand to any number of jets."""
     held = 0
     for part in parts:
         held += sum(x.nbytes for x in (part.counts, part.particles, part.jet, part.kind))
-        check_fits(held, "the jets read so far")  # once more, beside the parts
+        check_fits(held, "the jets read so far")  # joining needs this much again, beside the parts
         yield part
 
 
 def _first(path: Path, number: int) -> Iterator[Jets]:
-    """So many jets of one file."""
+    """The first jets of one file."""
     for part in stream_jets(path):
         yield part[:number]
         number -= len(part)
@@ -72,14 +74,13 @@ def _first(path: Path, number: int) -> Iterator[Jets]:
 
 
 def stream_jets(paths: str | Path | Sequence[str | Path], chunk: int = _CHUNK) -> Iterator[Jets]:
-    """The jets of these files (or folders), about `chunk` at a time (our .npz: a file at a time)."""
+    """The jets of these files or folders, about `chunk` at a time (our .npz: one file at a time)."""
     if chunk < 1:
         raise ValueError(f"`chunk` must be positive, got {chunk}.")
     for path in jet_files(paths):
-        reader = _READERS[path.suffix]
         first = 0
         with _explained(path):
-            for part in reader(path, chunk):
+            for part in FORMATS[path.suffix].read(path, chunk):
                 yield _checked(path, part, first)
                 first += len(part)
             if first == 0:
@@ -87,63 +88,64 @@ def stream_jets(paths: str | Path | Sequence[str | Path], chunk: int = _CHUNK) -
 
 
 def write_jets(path: str | Path, jets: Jets) -> None:
-    """Write our own format, .npz or .parquet. The file appears whole or not at all."""
+    """Write our own format, .npz or .parquet, atomically."""
     path = Path(path)
-    if path.suffix not in _WRITERS:
+    format = FORMATS.get(path.suffix)
+    if format is None or format.write is None:
         raise ValueError(f"jets are written to .npz or .parquet, got '{path.name}'.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder '{path.parent}' does not exist.")
     with whole(path) as file:
-        _WRITERS[path.suffix](file, jets)
+        format.write(file, jets)
 
 
 def bundled(name: str) -> Path:
-    """A sample that comes with the library: 'jets' (top and QCD in the reference window) or 'others' (all kinds, 0.5-1 TeV)."""
+    """A bundled sample: 'jets' (top and QCD in the reference window) or 'others' (all kinds, 0.5 to 1 TeV)."""
     if name not in ("jets", "others"):
         raise FileNotFoundError(f"there is no bundled sample '{name}': there are 'jets' and 'others'.")
     return Path(__file__).parent / "bundled" / f"{name}.npz"
 
 
 def jet_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files behind these paths: a folder is all its files of jets, `bundled:...` a sample of ours."""
+    """The files behind these paths: a folder stands for all its jet files, `bundled:...` for a bundled sample."""
     given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     found: list[Path] = []
     for path in given:
         if str(path).startswith("bundled:"):
             path = bundled(str(path).removeprefix("bundled:"))
         if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.suffix in _READERS and not p.name.startswith("."))
+            inside = sorted(p for p in path.iterdir() if p.suffix in FORMATS and not p.name.startswith("."))
             if not inside:
-                raise FileNotFoundError(f"the folder '{path}' holds no files of jets ({', '.join(_READERS)}).")
+                raise FileNotFoundError(f"the folder '{path}' holds no jet files ({', '.join(FORMATS)}).")
             found += inside
         elif not path.exists():
             raise FileNotFoundError(f"there is no file '{path}'.")
-        elif path.suffix not in _READERS:
-            raise JetFileError(f"'{path}' is none of the formats that are known: {', '.join(_READERS)}.")
+        elif path.suffix not in FORMATS:
+            raise JetFileError(f"'{path}' has none of the known formats: {', '.join(FORMATS)}.")
         else:
             found.append(path)
     if not found:
-        raise FileNotFoundError("no file of jets was given.")
+        raise FileNotFoundError("no jet file was given.")
     for path in found:
         if not path.is_file():
-            raise JetFileError(f"'{path}' is a pipe, a device or a folder, and must be a plain file.")
+            raise JetFileError(f"'{path}' is a pipe, a device or a folder, not a regular file.")
     return found
 
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """A reader's own words for a broken file, with the name of the file."""
+    """Put the name of the file in front of a reader's error."""
     try:
         yield
     except (JetFileError, ImportError, MemoryError):
         raise
-    except Exception as error:  # each library has exceptions of its own for broken files
-        said = ([line.strip() for line in str(error).splitlines() if line.strip()] or [""])[-1]  # HDF5's has a page before it
-        raise JetFileError(f"'{path}' cannot be read ({type(error).__name__}: {said}). Is it whole?") from error
+    except Exception as error:  # each library raises exceptions of its own for damaged files
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]  # HDF5 puts a page before the last
+        raise JetFileError(f"'{path}' cannot be read ({type(error).__name__}: {lines[-1]}). Is it complete?") from error
 
 
 def _checked(path: Path, jets: Jets, first: int) -> Jets:
-    """No jet without particles, no number that is none."""
+    """Require particles in every jet, and finite numbers."""
     if bool((jets.counts == 0).any()):
         raise JetFileError(f"'{path}': event {first + int(jets.counts.argmin())} has no particles.")
     bad = (~jets.jet.isfinite()).any(1)
@@ -243,12 +245,12 @@ def _read_jetclass(path: Path, chunk: int) -> Iterator[Jets]:
 
 
 def _check_rectangle(path: Path, jets: int, width: int) -> None:
-    """One jet of very many particles makes all of its chunk as wide: some 200 bytes for each place, on the way."""
-    check_fits(200 * jets * width, f"'{path}': {jets:,} jets with places for {width:,} particles")
+    """The largest jet sets the width of its chunk: about 200 bytes for each slot, while reading."""
+    check_fits(200 * jets * width, f"'{path}': {jets:,} jets with {width:,} slots for particles")
 
 
 _OURS = ("n", "log_pt", "deta", "dphi", "jet", "kind", "scale")
-_GROWTH = 16.0  # a particle has 6 bytes in our code, 16 as jets, and some 90 on the way
+_GROWTH = 16.0  # a particle takes 6 bytes in our encoding, 16 in `Jets`, and about 90 while decoding
 
 
 def _read_npz(path: Path, chunk: int) -> Iterator[Jets]:
@@ -266,7 +268,7 @@ def _read_npz(path: Path, chunk: int) -> Iterator[Jets]:
 
 
 def _read_energyflow(path: Path, arrays: dict[str, np.ndarray[Any, Any]], chunk: int) -> Iterator[Jets]:
-    """pT, rapidity, phi and a code of each particle, zero padded; y is 1 for quarks, 0 for gluons. Taken as massless."""
+    """pT, rapidity, phi and a code of each particle, zero padded; y is 1 for quarks, 0 for gluons. Assumed massless."""
     momenta, labels = arrays["X"], arrays["y"]
     if momenta.ndim != 3 or momenta.shape[2] < 3 or len(labels) != len(momenta):
         raise JetFileError(
@@ -286,7 +288,7 @@ def _read_parquet(path: Path, chunk: int) -> Iterator[Jets]:
         _require(path, ("log_pt", "deta", "dphi", "jet", "kind"), file.schema_arrow.names)
         scale = (file.schema_arrow.metadata or {}).get(b"scale")
         if scale is None:
-            raise JetFileError(f"'{path}' is not a file of ours: its metadata have no 'scale'.")
+            raise JetFileError(f"'{path}' is not in our format: its metadata have no 'scale'.")
         for batch in file.iter_batches(batch_size=chunk):
             check_fits(int(_GROWTH * batch.nbytes), f"'{path}'")
             lists = {name: batch.column(name) for name in ("log_pt", "deta", "dphi", "jet")}
@@ -309,20 +311,11 @@ def _decoded(path: Path, code: dict[str, np.ndarray[Any, Any]]) -> Jets:
     return Jets.decode(code)
 
 
-_READERS: dict[str, Callable[[Path, int], Iterator[Jets]]] = {
-    ".h5": _read_reference,
-    ".hdf5": _read_reference,
-    ".root": _read_jetclass,
-    ".npz": _read_npz,
-    ".parquet": _read_parquet,
-}
-
-
 # --- writers --------------------------------------------------------------------------------------------------------------
 
 
 def _write_npz(path: Path, jets: Jets) -> None:
-    # with one fixed date, so that the same jets give the same bytes, and a checksum means something
+    # a fixed date: the same jets give the same bytes, so that checksums can be compared
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for name, array in jets.encode().items():
             entry = zipfile.ZipInfo(f"{name}.npy", (1980, 1, 1, 0, 0, 0))
@@ -343,4 +336,22 @@ def _write_parquet(path: Path, jets: Jets) -> None:
     parquet.write_table(table, path, compression="zstd", row_group_size=_CHUNK)
 
 
-_WRITERS: dict[str, Callable[[Path, Jets], None]] = {".npz": _write_npz, ".parquet": _write_parquet}
+# --- the table of formats -------------------------------------------------------------------------------------------------
+
+
+class Format(NamedTuple):
+    """How a kind of file is read, and written if it can be."""
+
+    read: Callable[[Path, int], Iterator[Jets]]
+    """(path, chunk) -> the jets, about `chunk` at a time. Raises `JetFileError` for a damaged file."""
+    write: Callable[[Path, Jets], None] | None = None
+
+
+FORMATS = {
+    ".h5": Format(_read_reference),
+    ".hdf5": Format(_read_reference),
+    ".root": Format(_read_jetclass),
+    ".npz": Format(_read_npz, _write_npz),
+    ".parquet": Format(_read_parquet, _write_parquet),
+}
+"""By the ending of the file."""

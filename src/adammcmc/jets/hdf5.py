@@ -1,8 +1,8 @@
 """A pandas table in an HDF5 file, read without pickle.
 
-pandas keeps the names of the columns as pickled attributes, and PyTables unpickles every attribute that it reads: a file could
-run any code. Here a file is data. Names are parsed from the few pickle opcodes that spell a list of strings, and nothing else
-is decoded; links out of the file, storage outside it, unknown filters and sizes that the file does not hold are refused.
+pandas stores the names of the columns as pickled attributes, and PyTables unpickles every attribute that it reads: a file could
+run any code. Here a file is only data. Names are parsed from the few pickle opcodes that make up a list of strings; nothing
+else is decoded. Links, external storage, unknown filters and sizes that the file does not hold are refused.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ __all__ = ["PandasTable", "TableError", "open_table", "strings_of_pickle"]
 Array = np.ndarray[Any, Any]
 
 _LARGEST_ROW = 1 << 20  # bytes; a row of the reference data has 3,240
-_LARGEST_READ = 1 << 26  # bytes at once; 20,000 rows of the reference data
-_LARGEST_CHUNK = 1 << 28  # bytes; PyTables writes chunks of some 100 kB
+_LARGEST_READ = 1 << 26  # bytes in one read; 20,000 rows of the reference data
+_LARGEST_CHUNK = 1 << 28  # bytes; PyTables writes chunks of about 100 kB
 _LARGEST_NAMES = 1 << 20  # bytes of pickled names; the reference data have 10,517
 _BUILT_IN = frozenset({1, 2, 3})  # deflate, shuffle, fletcher32
-_PLUGINS = {307: "bzip2", 32001: "blosc", 32026: "blosc2"}  # the others that pandas writes; they need hdf5plugin
+_PLUGINS = {307: "bzip2", 32001: "blosc", 32026: "blosc2"}  # also written by pandas; they need hdf5plugin
 
 _TEXT = frozenset({"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "STRING", "BINSTRING", "SHORT_BINSTRING"})
 _STRUCTURE = frozenset({"PROTO", "FRAME", "MARK", "LIST", "EMPTY_LIST", "APPEND", "APPENDS", "STOP"})
-_MEMO = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})  # remembered, and never fetched
+_MEMO = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})  # written to the memo, and never read from it
 
 
 class TableError(ValueError):
-    """What is wrong with a file, in words that follow its name."""
+    """What is wrong with a file; the message follows the name of the file."""
 
 
 def strings_of_pickle(data: bytes) -> list[str]:
-    """The strings of a pickled flat list of strings, in order. Any other pickle is a ValueError; none is ever executed.
+    """The strings of a pickled flat list of strings. Any other pickle is a ValueError; none is ever executed.
 
     Example:
         >>> import pickle
@@ -49,7 +49,7 @@ def strings_of_pickle(data: bytes) -> list[str]:
     """
     strings: list[str] = []
     lists = 0
-    for opcode, argument, _ in pickletools.genops(data):  # a parser: it has no machine that could run them
+    for opcode, argument, _ in pickletools.genops(data):  # a parser: it cannot execute them
         if opcode.name in _TEXT and isinstance(argument, str):
             strings.append(argument)
         elif opcode.name not in _STRUCTURE | _MEMO:
@@ -62,20 +62,20 @@ def strings_of_pickle(data: bytes) -> list[str]:
 
 @dataclass(frozen=True)
 class PandasTable:
-    """An open table: its columns by name, and its rows in slices."""
+    """An open table, with columns by name and rows by slice."""
 
     dataset: Any
     columns: dict[str, tuple[str, int]]
-    """Name -> the field of a row, and the place in that field."""
+    """Name -> the field of a row, and the index in that field."""
 
     def __len__(self) -> int:
         return int(self.dataset.shape[0])
 
     def rows(self, chunk: int) -> Iterator[Array]:
-        """All rows, at most so many at a time."""
-        at_once = max(1, min(chunk, _LARGEST_READ // self.dataset.dtype.itemsize))
-        for start in range(0, len(self), at_once):
-            yield self.dataset[start : start + at_once]
+        """All rows, at most `chunk` at a time."""
+        size = max(1, min(chunk, _LARGEST_READ // self.dataset.dtype.itemsize))
+        for start in range(0, len(self), size):
+            yield self.dataset[start : start + size]
 
     def values(self, rows: Array, names: list[str], dtype: type[np.floating[Any]]) -> Array:
         """These columns of some rows: (rows, names)."""
@@ -90,9 +90,9 @@ class PandasTable:
 
 @contextmanager
 def open_table(path: Path, need: Callable[[str], Any]) -> Iterator[PandasTable]:
-    """The table `table` of a file that `DataFrame.to_hdf(path, key="table", format="table")` wrote; `need` imports a module.
+    """The table of a file that `DataFrame.to_hdf(path, key="table", format="table")` wrote; `need` imports a module.
 
-    What is wrong is a TableError.
+    Raises TableError for any other file.
     """
     h5py = need("h5py")
     with h5py.File(path, "r") as file:
@@ -102,7 +102,7 @@ def open_table(path: Path, need: Callable[[str], Any]) -> Iterator[PandasTable]:
             raise TableError(f"has no table 'table'. It holds: {held or 'nothing'}.")
         dataset = _inside(h5py, group, "table")
         if not isinstance(dataset, h5py.Dataset) or not dataset.dtype.fields or len(dataset.shape) != 1:
-            raise TableError("has 'table', which is not in pandas' table format, so that it cannot be read in chunks.")
+            raise TableError("has a 'table' that is not in pandas' table format, so that it cannot be read in chunks.")
         _check_storage(dataset, path)
         _check_filters(dataset, need)
         columns: dict[str, tuple[str, int]] = {}
@@ -114,7 +114,7 @@ def open_table(path: Path, need: Callable[[str], Any]) -> Iterator[PandasTable]:
 
 
 def _inside(h5py: Any, group: Any, name: str) -> Any:
-    """A member that is part of this file; None where there is none. A soft link may lead to an external one, so none is."""
+    """A member stored in this file, or None. Soft links are refused too: they may lead to external links."""
     link = group.get(name, getlink=True)
     if link is None:
         return None
@@ -124,10 +124,10 @@ def _inside(h5py: Any, group: Any, name: str) -> Any:
 
 
 def _check_storage(dataset: Any, path: Path) -> None:
-    """The numbers lie in this file, and it is large enough for them."""
+    """Require that the file itself holds the data, and is large enough for them."""
     dtype, rows, chunks = dataset.dtype, int(dataset.shape[0]), dataset.chunks
     if dataset.is_virtual or dataset.external:
-        raise TableError("keeps its table outside the file: such storage is not read.")
+        raise TableError("stores its table outside the file: external storage is not read.")
     if dtype.hasobject:
         raise TableError("has fields of variable length or references in its table: they are not read.")
     if not 0 < dtype.itemsize <= _LARGEST_ROW:
@@ -135,17 +135,17 @@ def _check_storage(dataset: Any, path: Path) -> None:
     if chunks is None:
         held = dataset.id.get_offset() is not None and rows * dtype.itemsize <= path.stat().st_size
         if rows and not held:
-            raise TableError(f"says that it has {rows:,} rows, which the file does not hold.")
+            raise TableError(f"declares {rows:,} rows, which the file does not hold.")
         return
     if chunks[0] * dtype.itemsize > _LARGEST_CHUNK:
         raise TableError(f"has chunks of {chunks[0] * dtype.itemsize:,} bytes; at most {_LARGEST_CHUNK:,} are read.")
-    # chunks that were never written would be read as the fill value, without end
+    # chunks that were never written would be read as the fill value, endlessly
     if (written := dataset.id.get_num_chunks()) < (wanted := -(-rows // chunks[0])):
-        raise TableError(f"says that it has {rows:,} rows in {wanted:,} chunks, and holds {written:,} chunks.")
+        raise TableError(f"declares {rows:,} rows in {wanted:,} chunks, and holds {written:,} chunks.")
 
 
 def _check_filters(dataset: Any, need: Callable[[str], Any]) -> None:
-    """Only those that pandas writes: others would load whatever plugin their number names."""
+    """Allow only the filters that pandas writes: HDF5 would load any plugin for other numbers."""
     properties = dataset.id.get_create_plist()
     for code in [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]:
         if code in _PLUGINS:
@@ -156,16 +156,16 @@ def _check_filters(dataset: Any, need: Callable[[str], Any]) -> None:
 
 
 def _names(dataset: Any, field: str) -> list[str]:
-    """The columns that lie in one field of a row."""
+    """The names of the columns in one field of a row."""
     shape, kind = dataset.dtype[field].shape, f"{field}_kind"
     if kind not in dataset.attrs:
         raise TableError(f"has no attribute '{kind}': pandas' name for the columns in '{field}' is missing.")
     attribute = dataset.attrs.get_id(kind)
     if attribute.shape != () or attribute.dtype.kind != "S" or attribute.dtype.itemsize > _LARGEST_NAMES:
-        raise TableError(f"has an attribute '{kind}' that is no text of at most {_LARGEST_NAMES:,} bytes.")
+        raise TableError(f"has an attribute '{kind}' that is not a string of at most {_LARGEST_NAMES:,} bytes.")
     try:
         names = strings_of_pickle(bytes(dataset.attrs[kind]))
-    except Exception as error:  # the parser has many ways to fail
+    except Exception as error:  # the parser raises many kinds of errors
         raise TableError(f"has an attribute '{kind}' that is not a list of names: {error}") from error
     width = int(np.prod(shape, dtype=np.int64))
     if len(names) != width or dataset.dtype[field].base.kind not in "fiubS":
@@ -174,6 +174,6 @@ def _names(dataset: Any, field: str) -> list[str]:
 
 
 def _as_slice(numbers: list[int]) -> Any:
-    """Consecutive numbers as a slice, which copies in blocks."""
+    """Consecutive indices as a slice, which copies in blocks."""
     first = numbers[0]
     return slice(first, first + len(numbers)) if numbers == list(range(first, first + len(numbers))) else numbers

@@ -1,13 +1,13 @@
-"""Twelve numbers that say what a jet looks like; the field's own, computed from its particles.
+"""Twelve standard observables of a jet, computed from its particles.
 
-With z = pT / sum pT of a particle and r its distance to the jet's axis:
+With z = pT / sum pT of a particle and r its distance from the jet axis:
 
     particles, mass, pt, abs_eta
     width         sum z r
     dispersion    sqrt(sum z^2), "pTD"
     leading_1     z of the hardest particle               leading_5     z of the five hardest
     soft          sum z of particles below 2 GeV          core          sum z within r < 0.1
-    tau21, tau32  tau_N = sum z min_k |x - axis_k|: how much better two (three) axes fit than one (two)
+    tau21, tau32  tau_N / tau_(N-1), with tau_N = sum z min_k |x - axis_k|
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _observables(jets: Jets) -> dict[str, Tensor]:
 
 
 def _subjettiness(points: Tensor, share: Tensor, number: int) -> Tensor:
-    """sum z min_k |x - axis_k| over axes that are found, not optimal: the hardest particle, then always the particle with the
-    largest share times distance to the axes so far; then the axes move to the centres of what is nearest to them."""
+    """sum z min_k |x - axis_k|, with approximate axes: start from the hardest particle, add the particle with the largest
+    z times distance to the axes so far, and refine by k-means."""
     jets = torch.arange(len(points))
     chosen = [points[:, 0]]
     for _ in range(number - 1):

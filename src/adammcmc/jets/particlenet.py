@@ -1,19 +1,19 @@
 """ParticleNet (Qu and Gouskos 2019) and ParticleNet-Lite, in plain PyTorch.
 
-A jet is a cloud of particles. A block joins each particle i with its k nearest j, first in (eta, phi), later in the space of
-features, and
+A jet is a cloud of particles. A block connects each particle i with its k nearest neighbours j, first in (eta, phi), later in
+feature space, and
 
-    x_i  <-  relu( shortcut(x_i) + mean_j h([x_i, x_j - x_i]) ),    h: three times (linear, BatchNorm, relu)
+    x_i  <-  relu( shortcut(x_i) + mean_j h([x_i, x_j - x_i]) ),    h: three layers of (linear, BatchNorm, relu)
 
-Both ways of holding the clouds run through the same lines, on a list of rows (particles) and the rows of their neighbours:
+Both forms of input run through the same code, on rows (particles) and the rows of their neighbours:
 
-- *padded*, the arguments of weaver-core's model: `net(points, features, mask)`, each (jets, channels, particles). Padding takes
-  part in BatchNorm's statistics in training mode, as in weaver-core.
-- *packed*: `net(cloud)`, only real particles; BatchNorm's statistics run over the edges of real particles. In evaluation mode
-  the two are the same function. Rows behind the last particle (`Cloud.padded`) change nothing. On a GPU the kernels of
+- *padded*, the arguments of weaver-core's model: `net(points, features, mask)`, each (jets, channels, particles). In training
+  mode padding contributes to BatchNorm's statistics, as in weaver-core.
+- *packed*: `net(cloud)`, with real particles only; BatchNorm's statistics cover the edges of real particles. In evaluation mode
+  both are the same function. Rows after the last particle (`Cloud.padded`) have no effect. On a GPU the kernels of
   `adammcmc.jets.edges` compute the same, in float32 or under autocast in bfloat16.
 
-The first layer of h costs one product a particle, not one an edge: W [x_i, x_j - x_i] = (W1 - W2) x_i + W2 x_j.
+The first layer of h needs one product per particle, not per edge: W [x_i, x_j - x_i] = (W1 - W2) x_i + W2 x_j.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 __all__ = ["NOBODY", "Cloud", "ParticleNet", "ParticleNetLite", "nearest"]
 
 NOBODY = 255
-"""In `Cloud.neighbours`: a jet of so few particles has no further neighbour. It counts as one without features."""
+"""In `Cloud.neighbours`: the jet has too few particles for another neighbour. It counts as a neighbour with zero features."""
 
 _KERNEL_DEVICES = {"cuda"} if find_spec("triton") is not None else set()
 
 
 class Cloud(NamedTuple):
-    """A batch of jets, packed: the particles of the first jet, then those of the second, ...
+    """A batch of packed jets: the particles of the first jet, then those of the second, and so on.
 
-    Fields are joined by joining their rows, so that batches can be put together.
+    Concatenating the rows of each field concatenates batches.
     """
 
     counts: Tensor
@@ -54,21 +54,21 @@ class Cloud(NamedTuple):
     features: Tensor
     """(particles, features)."""
     neighbours: Tensor
-    """(particles, k): the nearest in (eta, phi), by their place in the jet; uint8, `NOBODY` where there is none."""
+    """(particles, k): the nearest in (eta, phi), by index in the jet; uint8, `NOBODY` where there is none."""
 
     def part(self, rows: slice) -> Cloud:
-        """Some of the jets."""
+        """Consecutive jets."""
         start, stop, step = rows.indices(len(self.counts))
         if step != 1:
-            raise ValueError("a part of a cloud is a run of jets: the step of the slice must be 1.")
+            raise ValueError("a part of a cloud has consecutive jets: the step of the slice must be 1.")
         first, last = self.counts[:start].sum(), self.counts[:stop].sum()
         inside = slice(int(first), int(last))
         return Cloud(self.counts[rows], self.points[inside], self.features[inside], self.neighbours[inside])
 
     def padded(self, capacity: int) -> Cloud:
-        """The same jets with so many rows, zeros behind the last particle: batches of one shape, for CUDA graphs.
+        """The same jets in `capacity` rows, with zeros after the last particle: batches of one shape, for CUDA graphs.
 
-        The network's answer is the same. Such clouds cannot be joined.
+        The output of the network is the same. Such clouds cannot be concatenated.
         """
         more = capacity - len(self.points)
         if more < 0:
@@ -78,7 +78,7 @@ class Cloud(NamedTuple):
 
 
 class _RowNorm(nn.BatchNorm2d):
-    """BatchNorm over rows (rows, channels): two to three times faster than over an image of single points, on any device."""
+    """BatchNorm over (rows, channels): two to three times faster than over an image of single points, on any device."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() != 2:
@@ -86,10 +86,10 @@ class _RowNorm(nn.BatchNorm2d):
 
 
 class EdgeConv(nn.Module):
-    """One block; names and shapes of its weights are those of weaver-core."""
+    """One block. Its weights have the names and shapes of weaver-core."""
 
     is_fast_alone = True
-    """Its kernels are for one chain; under vmap plain operations take their place, which cost more than chains one by one."""
+    """Its kernels serve one chain. Under vmap plain operations replace them, which is slower than one chain after another."""
 
     def __init__(self, in_channels: int, channels: Sequence[int]) -> None:
         super().__init__()
@@ -102,19 +102,19 @@ class EdgeConv(nn.Module):
             self.sc_bn = nn.BatchNorm1d(channels[-1])
 
     def forward(self, x: Tensor, neighbours: Tensor, real: Tensor | None = None, *, layout: Layout | None = None) -> Tensor:
-        """Features (rows, channels) and neighbours (rows, k); row number `len(x)` is nobody, and has no features.
+        """Features (rows, channels) and neighbours (rows, k); row `len(x)` stands for no neighbour, with zero features.
 
         Args:
             x: the features.
-            neighbours: rows; with `layout`, places in the jet.
-            real: (rows, 1), the rows that belong to BatchNorm's statistics; None: all.
-            layout: of the jets: the kernels of `edges` do it.
+            neighbours: rows; with `layout`, indices in the jet.
+            real: (rows, 1), the rows that count in BatchNorm's statistics; None: all.
+            layout: of the jets, for the kernels of `edges`.
         """
         if layout is not None:
             from adammcmc.jets import edges as kernels
 
-            its_shortcut = None if self.sc is None else (self.sc, self.sc_bn)
-            return kernels.edge_block(x, neighbours, layout, _compute_dtype(x), [*self.convs], [*self.bns], its_shortcut)
+            shortcut_layers = None if self.sc is None else (self.sc, self.sc_bn)
+            return kernels.edge_block(x, neighbours, layout, _compute_dtype(x), [*self.convs], [*self.bns], shortcut_layers)
         rows, k = neighbours.shape
         real_edges = None if real is None else real.expand(rows, k).reshape(-1, 1)
         own, other = _weight(self.convs[0]).chunk(2, 1)
@@ -132,15 +132,15 @@ class EdgeConv(nn.Module):
 
 
 class ParticleNet(nn.Module):
-    """The paper's network: seven features, two classes, 366,160 parameters. A state dict of weaver-core's model loads.
+    """The paper's network: seven features, two classes, 366,160 parameters. Loads state dictionaries of weaver-core's model.
 
     Args:
-        num_features: of a particle.
+        num_features: per particle.
         num_classes: of jets.
-        blocks: for each, the number of neighbours and the channels of its three layers.
+        blocks: for each block, the number of neighbours and the channels of its three layers.
         hidden: units of the fully connected layer.
-        dropout: behind it.
-        max_particles: the most a packed jet may have.
+        dropout: after that layer.
+        max_particles: the most that a packed jet may have.
 
     Example:
         >>> net = ParticleNet()
@@ -168,9 +168,9 @@ class ParticleNet(nn.Module):
         self.max_particles = max_particles
         self._neighbours = [k for k, _ in blocks]
         self.num_neighbours = self._neighbours[0]
-        """That the first graph of a cloud must have."""
+        """Of the first graph, which comes with the cloud."""
         self.autocast: torch.dtype | None = None
-        """Run under autocast in this dtype (torch.bfloat16); the answer comes in full precision. A setting, not a weight."""
+        """Run under autocast in this dtype (torch.bfloat16), with outputs in full precision. A setting, not a weight."""
         self.bn_fts = nn.BatchNorm1d(num_features)
         sizes = [num_features, *(channels[-1] for _, channels in blocks)]
         self.edge_convs = nn.ModuleList(EdgeConv(size, channels) for size, (_, channels) in zip(sizes, blocks, strict=False))
@@ -178,15 +178,15 @@ class ParticleNet(nn.Module):
         self.fc = nn.Sequential(first, nn.Linear(hidden, num_classes))
 
     def forward(self, points: Tensor | Cloud, features: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Logits (jets, classes), of a `Cloud`, or of padded points, features and mask.
+        """Logits (jets, classes) of a `Cloud`, or of padded points, features and mask.
 
         Args:
             points: a `Cloud`; or (jets, 2, particles).
-            features: (jets, features, particles), zero where there is no particle.
+            features: (jets, features, particles), zero at padding.
             mask: (jets, 1, particles), true for real particles; None: all are.
         """
         device = (points.features if isinstance(points, Cloud) else points).device.type
-        # a caller's own autocast is left alone
+        # the caller's own autocast stays in effect
         with nullcontext() if self.autocast is None else torch.autocast(device, self.autocast):
             if isinstance(points, Cloud):
                 return self._forward_packed(points)
@@ -195,7 +195,7 @@ class ParticleNet(nn.Module):
             return self._forward_padded(points, features, mask)
 
     def _forward_packed(self, cloud: Cloud) -> Tensor:
-        # (a GPU is not asked: it would have to be waited for)
+        # (not on a GPU: the check would wait for it)
         if cloud.counts.device.type == "cpu" and not torch.compiler.is_compiling() and len(cloud.counts):
             most = int(cloud.counts.max())
             if most > self.max_particles:
@@ -212,7 +212,7 @@ class ParticleNet(nn.Module):
         return self._head(self._jets(cloud))
 
     def _has_kernels(self, cloud: Cloud) -> bool:
-        """Whether `edges` can take it: not inside of vmap and the like, and BatchNorm as this network has it."""
+        """Whether the kernels of `edges` apply: outside of vmap and similar transforms, with unmodified BatchNorm layers."""
         if cloud.features.device.type not in _KERNEL_DEVICES or not (len(cloud.features) and len(cloud.counts)):
             return False
         dtypes = {cloud.features.dtype, self.bn_fts.weight.dtype}
@@ -234,9 +234,9 @@ class ParticleNet(nn.Module):
         return kernels.mean_of_jets(x, layout)
 
     def _jets(self, cloud: Cloud) -> Tensor:
-        """The mean of each jet's features behind the last block."""
+        """The mean features of each jet after the last block."""
         real = None
-        # whether there are rows behind the particles is not asked of a GPU: there BatchNorm always weighs its rows
+        # a GPU is not queried for padding rows: BatchNorm always masks its rows there
         if cloud.counts.device.type == "cpu" and not torch.compiler.is_compiling():
             rows = int(cloud.counts.sum())
             cloud = Cloud(cloud.counts, cloud.points[:rows], cloud.features[:rows], cloud.neighbours[:rows])
@@ -250,7 +250,7 @@ class ParticleNet(nn.Module):
             x = block(x, _as_rows(neighbours, where, len(x)), real)
         if real is not None:
             x = x.masked_fill(~real, 0)
-        # the mean in full precision: autocast's bfloat16 would lose digits in a sum over a hundred particles
+        # the mean in full precision: bfloat16 would lose digits in a sum over a hundred particles
         total = torch.zeros(len(where.counts), x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         total = total.index_add(0, where.owner, x.to(total.dtype))
         return total / where.counts.clamp_min(1).unsqueeze(1)
@@ -259,7 +259,7 @@ class ParticleNet(nn.Module):
         jets, _, width = points.shape
         most = max(self._neighbours)
         if width <= most:
-            raise ValueError(f"padded jets need at least {most + 1} places for particles (zeros are fine), got {width}.")
+            raise ValueError(f"padded jets need at least {most + 1} slots for particles (zeros are fine), got {width}.")
         real = torch.ones_like(points[:, :1]) if mask is None else mask
         real = real.bool().transpose(1, 2)  # (jets, particles, 1)
         padding = ~real.reshape(-1, 1)
@@ -296,20 +296,20 @@ _FAR = 1e9  # where weaver-core puts padding
 
 
 def _weight(conv: nn.Module) -> Tensor:
-    """Of a convolution over single points: a matrix."""
+    """The matrix of a convolution over single points."""
     weight = conv.weight
     assert isinstance(weight, Tensor)
     return weight.flatten(1)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """What a product of x is computed in."""
+    """The dtype of products of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _norm(bn: nn.Module, x: Tensor, real: Tensor | None) -> Tensor:
-    """BatchNorm of (rows, channels), with the statistics of those rows that are `real`: (rows, 1)."""
+    """BatchNorm of (rows, channels), with the statistics of the `real` rows, (rows, 1)."""
     assert isinstance(bn, nn.BatchNorm1d | nn.BatchNorm2d)
     if real is None or not bn.training or bn.momentum is None or bn.running_mean is None or bn.running_var is None:
         out: Tensor = bn(x)
@@ -322,53 +322,53 @@ def _norm(bn: nn.Module, x: Tensor, real: Tensor | None) -> Tensor:
     with torch.no_grad():
         assert bn.num_batches_tracked is not None
         bn.num_batches_tracked.add_(1)
-        unbiased, kept = var * (number / (number - 1)), 1 - bn.momentum  # (vmap knows no lerp_)
+        unbiased, kept = var * (number / (number - 1)), 1 - bn.momentum  # (vmap does not support lerp_)
         bn.running_mean.mul_(kept).add_(mean.to(bn.running_mean.dtype), alpha=bn.momentum)
         bn.running_var.mul_(kept).add_(unbiased.to(bn.running_var.dtype), alpha=bn.momentum)
     return (off * (var + bn.eps).rsqrt() * bn.weight + bn.bias).to(x.dtype)
 
 
 def _as_rows(neighbours: Tensor, where: Rows, nobody: int) -> Tensor:
-    """From places in a jet to rows of the batch."""
+    """Convert indices in a jet to rows of the batch."""
     rows = neighbours.long() + where.first[where.owner].unsqueeze(1)
     return torch.where(neighbours == NOBODY, nobody, rows)
 
 
 @torch.no_grad()
 def nearest(x: Tensor, where: Rows, k: int, width: int) -> Tensor:
-    """The k nearest other particles of the same jet, by their place in it: (rows, k), `NOBODY` where a jet has fewer.
+    """The k nearest other particles of the same jet, by index in the jet: (rows, k), `NOBODY` where there are fewer.
 
     Args:
         x: (rows, channels), the particles' positions.
-        where: which jets they belong to.
-        k: how many.
-        width: the most particles a jet has.
+        where: the jets they belong to.
+        k: number of neighbours.
+        width: the most particles that a jet has.
     """
     places = torch.arange(width, device=x.device)
     rows = (where.first.unsqueeze(1) + places).clamp_max(len(x) - 1)
     is_real = (places < where.counts.unsqueeze(1)).unsqueeze(2)
-    # only real particles look for neighbours: less than half of the places
+    # only real particles have neighbours: less than half of the slots
     counts = where.counts[where.owner]
     neighbours = _first_but_one(_distances(x[rows], is_real)[where.owner, where.rank.clamp_max(width - 1)], k)
-    counts = counts.masked_fill(where.rank >= counts, 0)  # behind the particles nobody has neighbours
+    counts = counts.masked_fill(where.rank >= counts, 0)  # padding rows have no neighbours
     return neighbours.masked_fill(neighbours >= counts.unsqueeze(1), NOBODY).to(torch.uint8)
 
 
 @torch.no_grad()
 def _nearest_padded(points: Tensor, is_real: Tensor, k: int) -> Tensor:
-    """The same for (jets, places, channels), as weaver-core chooses them: (jets, places, k)."""
+    """The same for (jets, slots, channels), as weaver-core selects them: (jets, slots, k)."""
     return _first_but_one(_distances(points, is_real), k)
 
 
 def _first_but_one(distances: Tensor, k: int) -> Tensor:
-    """Of the k + 1 nearest, the first is nearly always the particle itself, and is left out. (Two particles at one place may be
-    taken for each other: packed, padded and in weaver-core alike.)"""
+    """Of the k + 1 nearest, the first is nearly always the particle itself, and is dropped. (Two particles at the same position
+    may be exchanged: packed, padded and in weaver-core alike.)"""
     return distances.topk(k + 1, dim=-1, largest=False, sorted=True).indices[..., 1:]
 
 
 def _distances(points: Tensor, is_real: Tensor) -> Tensor:
-    """Squared, (jets, places, channels) -> (jets, places, places); padding lies far away."""
-    with torch.autocast(points.device.type, enabled=False):  # distances need their digits
+    """Squared distances, (jets, slots, channels) -> (jets, slots, slots); padding is far away."""
+    with torch.autocast(points.device.type, enabled=False):  # distances need full precision
         x = points.to(torch.promote_types(points.dtype, torch.float32)).masked_fill(~is_real, _FAR)
         square = x.square().sum(2, keepdim=True)
         return (square - 2 * (x @ x.transpose(1, 2)) + square.transpose(1, 2)).clamp_min(0)

@@ -1,10 +1,10 @@
-"""Jets that do not fit in memory: files are read group by group, mixed within a group, and served as batches.
+"""Jets that do not fit in memory: files are read group by group, shuffled within a group, and served as batches.
 
-    epoch e:   the files in an order that (seed, e) fixes, in groups of at most `at_once` jets
-    group g:   its jets in memory (on the device, if they fit), in an order that (seed, e, g) fixes
+    epoch e:   the files in an order fixed by (seed, e), in groups of at most `chunk_size` jets
+    group g:   its jets in memory (on the device, if they fit), in an order fixed by (seed, e, g)
 
-What does not fill a batch at the end of a group waits for another epoch. Mixing is as good as the groups are large, and as the
-files are mixed: shards that hold one kind each need groups of many files.
+Jets at the end of a group that do not fill a batch are skipped in that epoch. Shuffling is as good as the groups are large
+and the files are mixed: shards of one kind each need groups of many files.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class StreamedJets(Data):
     """Training data for `sample` and `Tagger`, in bounded memory.
 
     Args:
-        paths: files or folders. They are read once here (to count the jets), then once an epoch: our .npz or .parquet read
-            fastest, in shards of less than `at_once` jets.
+        paths: files or folders. They are read once here (to count the jets), then once an epoch. Our .npz and .parquet are
+            the fastest, in shards of less than `chunk_size` jets.
         batch_size: jets in a batch.
-        at_once: jets in memory at a time.
-        kinds: which to take; None takes all.
-        device: where batches lie.
+        chunk_size: jets in memory at a time.
+        kinds: the kinds to use; None uses all.
+        device: of the batches.
         num_neighbours: of the first graph; the network's k.
     """
 
     _epoch: int
     _number: int
-    """Of the group in its epoch."""
+    """Index of the group in its epoch."""
     _position: int
-    """Of the next batch in its group."""
+    """Index of the next batch in its group."""
     _group: JetData | None
 
     def __init__(
@@ -49,16 +49,16 @@ class StreamedJets(Data):
         paths: str | Path | Sequence[str | Path],
         batch_size: int = 512,
         *,
-        at_once: int = 500_000,
+        chunk_size: int = 500_000,
         kinds: Sequence[str] | None = ("qcd", "top"),
         device: str | torch.device = "cpu",
         num_neighbours: int = 16,
     ) -> None:
-        if not 1 <= batch_size <= at_once:
-            raise ValueError(f"`batch_size` must be positive and at most `at_once`, got {batch_size} and {at_once}.")
+        if not 1 <= batch_size <= chunk_size:
+            raise ValueError(f"`batch_size` must be positive and at most `chunk_size`, got {batch_size} and {chunk_size}.")
         self.files = jet_files(paths)
         self.batch_size: int = batch_size
-        self._at_once, self._kinds, self._device, self._k = at_once, kinds, device, num_neighbours
+        self._chunk_size, self._kinds, self._device, self._k = chunk_size, kinds, device, num_neighbours
         self._capacity: int | None = None
         heads = [self._heads(file) for file in self.files]
         self._counts = [len(part) for part in heads]
@@ -66,37 +66,44 @@ class StreamedJets(Data):
         """The jets without their particles, in the order of the files."""
         self.num_data = len(self.heads)
         for file, count in zip(self.files, self._counts, strict=True):
-            if count > at_once:
+            if count > chunk_size:
                 raise ValueError(
-                    f"'{file}' holds {count:,} jets, and `at_once` is {at_once:,}: write it in shards, or take more at once."
+                    f"'{file}' holds {count:,} jets, more than `chunk_size` = {chunk_size:,}: write it in shards, or raise it."
                 )
         self.restart(0)
 
+    def __len__(self) -> int:
+        return self.num_data
+
+    @property
+    def kind(self) -> Tensor:
+        """The kind of each jet."""
+        return self.heads.kind
+
     def __repr__(self) -> str:
-        tops = int((self.heads.kind == 1).sum())
-        return f"<StreamedJets: {self.num_data:,} ({tops:,} top) in {len(self.files)} files, {self._at_once:,} at once>"
+        tops = int((self.kind == 1).sum())
+        return f"<StreamedJets: {self.num_data:,} ({tops:,} top) in {len(self.files)} files, {self._chunk_size:,} in memory>"
 
     def _heads(self, file: Path) -> Jets:
-        parts = [part for part in self._read(file) if len(part)]
-        return Jets.cat(Jets(torch.zeros_like(p.counts), p.particles[:0], p.jet, p.kind) for p in [Jets.empty(), *parts])
+        return Jets.cat([Jets.empty(), *(part.heads for part in self._read(file))])
 
     def _read(self, file: Path) -> Iterator[Jets]:
         for part in stream_jets(file):
             yield part if self._kinds is None else part.of_kind(*self._kinds)
 
     def _groups(self, epoch: int) -> tuple[list[int] | None, ...]:
-        """The files of each group of this epoch, None after the last. A group that does not fill a batch is left out."""
+        """The files of each group of this epoch, then None. A group that does not fill a batch is skipped."""
         generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch))
         groups: list[list[int]] = [[]]
         for file in torch.randperm(len(self.files), generator=generator).tolist():
-            if groups[-1] and sum(self._counts[i] for i in groups[-1]) + self._counts[file] > self._at_once:
+            if groups[-1] and sum(self._counts[i] for i in groups[-1]) + self._counts[file] > self._chunk_size:
                 groups.append([])
             groups[-1].append(file)
         return (*(group for group in groups if sum(self._counts[i] for i in group) >= self.batch_size), None)
 
     def _load(self, files: Sequence[int]) -> JetData:
         jets = Jets.cat(part for i in files for part in self._read(self.files[i]))
-        # on a GPU all batches of all groups have the shape that suits the first, so that steps can be captured
+        # on a GPU all batches have the shape chosen for the first group, so that steps can be captured in CUDA graphs
         is_gpu = torch.device(self._device).type == "cuda"
         capacity: int | Literal["auto"] | None = (self._capacity or "auto") if is_gpu else None
         data = JetData(jets, self.batch_size, device=self._device, num_neighbours=self._k, capacity=capacity)
@@ -125,7 +132,7 @@ class StreamedJets(Data):
 
     @property
     def num_batches(self) -> int:
-        """In the first epoch; others have as many, give or take what does not fill a batch."""
+        """Of the first epoch. Other epochs may differ slightly, by jets that do not fill a batch."""
         return sum(sum(self._counts[i] for i in group) // self.batch_size for group in self._groups(0) if group)
 
     def in_order(self, size: int) -> Iterator[Batch]:
@@ -135,7 +142,7 @@ class StreamedJets(Data):
                     yield from JetData(part, device=self._device, num_neighbours=self._k).in_order(size)
 
     def fetch(self, indices: slice | Tensor) -> Batch:
-        """Chosen jets: their files are read for it, so that tests of single examples (`FullData`) are slow."""
+        """Selected jets. This reads their files, so that full-data acceptance tests (`FullData`) are slow."""
         wanted = torch.arange(self.num_data)[indices] if isinstance(indices, slice) else indices.cpu()
         ends = torch.tensor(self._counts).cumsum(0)
         owner = torch.searchsorted(ends, wanted, right=True)
@@ -153,13 +160,15 @@ class StreamedJets(Data):
         self._group = None
 
     def state_dict(self) -> dict[str, Any]:
+        # ("at_once" is the name of the chunk size in stored runs)
         where = {"seed": self._seed, "epoch": self._epoch, "group": self._number, "position": self._position}
-        return {**where, "batch_size": self.batch_size, "at_once": self._at_once, "capacity": self._capacity}
+        return {**where, "batch_size": self.batch_size, "at_once": self._chunk_size, "capacity": self._capacity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in (("batch_size", self.batch_size), ("at_once", self._at_once)):
-            if state[name] != value:
-                raise ValueError(f"the run had {name} = {state[name]}, these data have {value}.")
+        stored = {"batch_size": state["batch_size"], "chunk_size": state["at_once"]}
+        for name, value in (("batch_size", self.batch_size), ("chunk_size", self._chunk_size)):
+            if stored[name] != value:
+                raise ValueError(f"the run had {name} = {stored[name]}, these data have {value}.")
         self.restart(state["seed"])
         self._epoch, self._number, self._position = state["epoch"], state["group"], state["position"]
         self._capacity = state.get("capacity")

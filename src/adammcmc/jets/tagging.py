@@ -1,7 +1,7 @@
-"""How good a tagger is, and what its posterior says: the numbers of the field, each with its error.
+"""Performance of a tagger and uncertainty of its posterior: the standard metrics, each with its error.
 
-A score is the probability of the signal. Efficiency of a cut: the share of jets above it, eps_S of the signal, eps_B of the
-background; rejection: 1 / eps_B at a given eps_S.
+A score is the predicted probability of the signal. The efficiency of a cut is the fraction of jets above it, eps_S for the
+signal and eps_B for the background. The rejection is 1 / eps_B at a given eps_S.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ __all__ = [
 ]
 
 
-# --- how good -------------------------------------------------------------------------------------------------------------
+# --- performance -------------------------------------------------------------------------------------------------------------
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> Measured:
-    """Share of jets on the right side of 1/2."""
+    """Fraction of jets on the right side of 1/2."""
     scores, is_signal = _checked(scores, labels)
     p = float(((scores > 0.5) == is_signal).double().mean())
     return Measured(p, (p * (1 - p) / len(scores)) ** 0.5)
 
 
 def auc(scores: Tensor, labels: Tensor) -> Measured:
-    """Area under the ROC curve: the probability that a signal jet scores higher than a background jet, ties count half.
+    """Area under the ROC curve: the probability that a signal jet scores higher than a background jet; ties count half.
 
-    The error is DeLong's (1988): from the spread of each jet's own share of jets of the other class that it beats.
+    The error is DeLong's (1988): from the variance, over jets, of the fraction of the other class that a jet outscores.
     """
     return auroc(*_checked(scores, labels))
 
@@ -65,9 +65,9 @@ def auc(scores: Tensor, labels: Tensor) -> Measured:
 def rejection(scores: Tensor, labels: Tensor, efficiency: float) -> Measured:
     """1 / eps_B at this signal efficiency.
 
-    The error has two parts, added in quadrature: the number of background jets above the cut, and the cut itself, which the
-    signal jets place within +- sqrt(eps_S (1 - eps_S) / N_S) of the wanted efficiency. With fewer than ten background jets
-    above the cut the error is a guess itself; with none the rejection is infinite: there are too few jets to measure it.
+    The error adds two parts in quadrature: the number of background jets above the cut, and the position of the cut, which
+    the signal jets fix to +- sqrt(eps_S (1 - eps_S) / N_S) of the requested efficiency. With fewer than ten background jets
+    above the cut the error is itself uncertain; with none the rejection is infinite: there are too few jets to measure it.
     """
     if not 0 < efficiency < 1:
         raise ValueError(f"`efficiency` must be between 0 and 1, got {efficiency}.")
@@ -88,7 +88,7 @@ def rejection(scores: Tensor, labels: Tensor, efficiency: float) -> Measured:
 
 
 def roc(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The curve: (eps_S, eps_B), as the cut falls over all scores."""
+    """The ROC curve (eps_S, eps_B), as the cut decreases through all scores."""
     scores, is_signal = _checked(scores, labels)
     order = scores.argsort(descending=True)
     ordered, hits = scores[order], is_signal[order].double()
@@ -97,7 +97,7 @@ def roc(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Band(NamedTuple):
-    """A group of jets: how many, and the 25%, 50% and 75% quantiles over them of mean prediction and of posterior spread."""
+    """A group of jets: its size, and the 25%, 50% and 75% quantiles of mean prediction and posterior spread."""
 
     jets: int
     mean: tuple[float, float, float]
@@ -108,7 +108,7 @@ def groups(mean: Tensor, spread: Tensor, labels: Tensor) -> dict[str, Band]:
     """By true class and correctness, as in the paper's Figure 3: "top, right", "top, wrong", "qcd, right", "qcd, wrong".
 
     Args:
-        mean: the mean prediction over the draws, of the signal.
+        mean: the mean predicted signal probability over the draws.
         spread: its 75% - 25% range over the draws.
         labels: 1 for signal.
     """
@@ -124,7 +124,7 @@ def groups(mean: Tensor, spread: Tensor, labels: Tensor) -> dict[str, Band]:
 
 @dataclass(frozen=True)
 class Tagging:
-    """A tagger's numbers on a set of jets."""
+    """The metrics of a tagger on a set of jets."""
 
     jets: int
     accuracy: Measured
@@ -146,7 +146,7 @@ class Tagging:
 
 
 def as_json(numbers: Tagging) -> str:
-    """The numbers by name, for other programs; null where one is not finite (no background above the cut)."""
+    """The metrics as JSON; null where one is not finite (no background above the cut)."""
     plain = {
         field.name: value._asdict() if isinstance(value := getattr(numbers, field.name), Measured) else value
         for field in fields(numbers)
@@ -156,7 +156,7 @@ def as_json(numbers: Tagging) -> str:
 
 
 def evaluate(prediction: Prediction, labels: Tensor) -> Tagging:
-    """All numbers, from `posterior.predict(data)` and the true classes (1 for signal)."""
+    """All metrics, from `posterior.predict(data)` and the true classes (1 for signal)."""
     mean, spread = scores_of(prediction), prediction.spread[:, 1]
     return Tagging(
         jets=len(mean),
@@ -169,7 +169,7 @@ def evaluate(prediction: Prediction, labels: Tensor) -> Tagging:
 
 
 def scores_of(prediction: Prediction) -> Tensor:
-    """The mean probability of the signal, which is the second of two classes."""
+    """The mean signal probability, that of the second of two classes."""
     if prediction.mean.dim() != 2 or prediction.mean.shape[1] != 2:
         raise ValueError(
             f"a tagger has two classes, background and signal; the predictions have {tuple(prediction.mean.shape)}."
@@ -177,7 +177,7 @@ def scores_of(prediction: Prediction) -> Tensor:
     return prediction.mean[:, 1]
 
 
-# --- what it does not know ------------------------------------------------------------------------------------------------
+# --- uncertainty ----------------------------------------------------------------------------------------------------------
 
 
 class Bin(NamedTuple):
@@ -190,17 +190,17 @@ class Bin(NamedTuple):
 
 
 def mean_by_pt(values: Tensor, jets: Jets, edges: Sequence[float]) -> dict[str, list[Bin]]:
-    """Mean of each kind of jets in ranges of pT: of the mutual information, the paper's figure for jets from elsewhere.
+    """Mean by kind and pT: of the mutual information, this is the paper's figure of out-of-distribution jets.
 
     Args:
-        values: `prediction.mutual_information`, or another number of each jet, (jets,).
-        jets: what was predicted for, in the same order.
-        edges: of the ranges, GeV. Ranges without jets are left out.
+        values: `prediction.mutual_information`, or another number per jet, (jets,).
+        jets: the jets of the prediction, in the same order.
+        edges: of the pT bins, GeV. Empty bins are left out.
     """
     if len(values) != len(jets):
         raise ValueError(f"{len(jets)} jets need as many values, got {len(values)}.")
     if len(edges) < 2 or any(a >= b for a, b in pairwise(edges)):
-        raise ValueError(f"`edges` must be two or more rising numbers, got {list(edges)}.")
+        raise ValueError(f"`edges` must be two or more increasing numbers, got {list(edges)}.")
     found: dict[str, list[Bin]] = {}
     for number, name in enumerate(KINDS):
         for low, high in pairwise(edges):
@@ -213,29 +213,29 @@ def mean_by_pt(values: Tensor, jets: Jets, edges: Sequence[float]) -> dict[str, 
 
 
 class Kind(NamedTuple):
-    """Jets of one kind from elsewhere, and what the draws say about them."""
+    """Out-of-distribution jets of one kind, and the predictions for them."""
 
     name: str
     jets: int
     pt: tuple[float, float]
     tagged: float
-    """Share that is taken for signal."""
+    """Fraction that is tagged as signal."""
     information: Measured
     """Mean mutual information, nats."""
     at_equal_score: float
-    """Of held-out jets with the same scores."""
-    telling: Measured
-    """Area under the ROC curve of telling these jets from the held-out ones by their mutual information; 1/2 is guessing."""
+    """The same for held-out jets with the same scores."""
+    auroc: Measured
+    """Area under the ROC curve for separating these jets from held-out ones by mutual information; 1/2 is guessing."""
 
     def __str__(self) -> str:
         return (
             f"{self.name:<8} {self.jets:>7,} jets of {self.pt[0]:.0f}-{self.pt[1]:.0f} GeV, {self.tagged:.0%} tagged; mutual "
-            f"information {self.information} (held-out of the same scores: {self.at_equal_score:.4f}), AUROC {self.telling}"
+            f"information {self.information} (held-out at the same scores: {self.at_equal_score:.4f}), AUROC {self.auroc}"
         )
 
 
 def compare_kinds(held_out: Prediction, others: Jets, unseen: Prediction) -> list[Kind]:
-    """Each kind of jets from elsewhere beside the held-out jets of the kinds that the tagger was trained on."""
+    """Compare each kind of out-of-distribution jets with held-out jets of the kinds that the tagger was trained on."""
     known, known_scores = held_out.mutual_information, scores_of(held_out)
     found = []
     for number, name in [*enumerate(KINDS), (-1, "unknown")]:
@@ -260,16 +260,16 @@ def compare_kinds(held_out: Prediction, others: Jets, unseen: Prediction) -> lis
 
 
 def at_equal_score(values: Tensor, scores: Tensor, wanted: Tensor, neighbours: int = 50) -> Tensor:
-    """What jets of the same score have on average: for each of `wanted`, the mean value of those with the nearest scores.
+    """For each score in `wanted`, the mean value of the jets with the nearest scores.
 
-    Spread and mutual information follow the score: any jitter of the weights moves a score of 1/2 more than one near 0 or 1.
-    What is left beyond jets of the same score is what the draws know about a jet besides its score.
+    Spread and mutual information depend on the score: any jitter of the weights moves a score of 1/2 more than one near 0 or 1.
+    Only the excess over jets with the same score is information beyond the score.
 
     Args:
         values: of the jets to compare with, (jets,).
         scores: theirs.
         wanted: scores of other jets.
-        neighbours: how many jets are averaged over.
+        neighbours: number of jets to average over.
     """
     order = scores.argsort()
     ordered = scores[order].contiguous()
@@ -279,7 +279,7 @@ def at_equal_score(values: Tensor, scores: Tensor, wanted: Tensor, neighbours: i
     return (sums[first + number] - sums[first]) / number
 
 
-# --- files of scores ------------------------------------------------------------------------------------------------------
+# --- score files ----------------------------------------------------------------------------------------------------------
 
 _COLUMNS = ("row", "kind", "pt", "eta", "phi", "mass", "trained", "score", "q25", "q50", "q75", "entropy", "mutual_information")
 
@@ -287,15 +287,15 @@ _COLUMNS = ("row", "kind", "pt", "eta", "phi", "mass", "trained", "score", "q25"
 def write_scores(
     path: str | Path, jets: Jets, prediction: Prediction, *, rows: Tensor | None = None, trained: Tensor | None = None
 ) -> None:
-    """One line a jet, comma-separated: where it was read, kind, pT, eta, phi, mass; the trained network's own score; the mean
-    score over the draws, its quartiles, entropy, mutual information.
+    """One comma-separated line per jet: row, kind, pT, eta, phi, mass; the score of the trained network; the mean score over
+    the draws, its quartiles, entropy, mutual information.
 
     Args:
         path: of the file.
-        jets: that were predicted for.
+        jets: the jets of the prediction.
         prediction: of the draws.
-        rows: (jets,) numbers of the jets where they come from; None counts them.
-        trained: (jets,) scores of the trained network; None leaves them out (nan).
+        rows: (jets,) rows of the jets in their files; None: 0, 1, 2, ...
+        trained: (jets,) scores of the trained network; None: nan.
     """
     rows = torch.arange(len(jets)) if rows is None else rows
     trained = torch.full((len(jets),), torch.nan) if trained is None else trained
@@ -314,14 +314,14 @@ def write_scores(
 
 
 def read_scores(path: str | Path) -> dict[str, Tensor]:
-    """What `write_scores` wrote, by column; kinds as numbers."""
+    """Read a file of `write_scores`, by column; kinds as indices."""
     with Path(path).open(newline="") as file:
         rows = list(csv.reader(file))
     if not rows or tuple(rows[0]) != _COLUMNS:
-        raise ValueError(f"'{path}' is no file of scores: its first line must be {','.join(_COLUMNS)}.")
+        raise ValueError(f"'{path}' is not a score file: its first line must be {','.join(_COLUMNS)}.")
     for number, row in enumerate(rows, 1):
         if len(row) != len(_COLUMNS):
-            raise ValueError(f"'{path}': line {number} has {len(row)} of {len(_COLUMNS)} values. Is the file whole?")
+            raise ValueError(f"'{path}': line {number} has {len(row)} of {len(_COLUMNS)} values. Is the file complete?")
     table: dict[str, Tensor] = {}
     for name, *values in zip(*rows, strict=True):
         if name == "kind":
@@ -334,13 +334,13 @@ def read_scores(path: str | Path) -> dict[str, Tensor]:
 def _checked(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if scores.dim() != 1 or scores.shape != labels.shape:
         raise ValueError(
-            f"scores and labels must be one number a jet each, got {tuple(scores.shape)} and {tuple(labels.shape)}."
+            f"scores and labels must have one number per jet, got {tuple(scores.shape)} and {tuple(labels.shape)}."
         )
     if not bool(scores.isfinite().all()):
         raise ValueError("a score is not finite.")
     is_signal = labels == 1
     if bool(((labels != 0) & ~is_signal).any()):
-        raise ValueError("labels must be 0 (background) or 1 (signal); choose jets with jets.of_kind('qcd', 'top').")
+        raise ValueError("labels must be 0 (background) or 1 (signal); select jets with jets.of_kind('qcd', 'top').")
     if not 0 < int(is_signal.sum()) < len(labels):
         raise ValueError("there must be jets of both classes.")
     return scores.double().cpu(), is_signal.cpu()
