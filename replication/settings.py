@@ -71,11 +71,6 @@ class Preset:
         steps = self.long_steps or self.steps
         return {"steps": steps, "burn_in": steps // 2}
 
-    @property
-    def gap(self) -> int:
-        """Steps between draws, so that they fill the second half."""
-        return max(1, (self.steps - self.burn_in) // self.num_draws)
-
     def points(self, values: tuple[float, ...], at_least: tuple[float, ...] = ()) -> tuple[float, ...]:
         """The points of a scan at this size."""
         kept = set(values[:: self.thin]) | {values[0], values[-1]} | set(at_least)
@@ -113,7 +108,7 @@ PRESETS = {
 def preset(name: str) -> Preset:
     """One of `PRESETS`."""
     if name not in PRESETS:
-        raise ValueError(f"there is no preset '{name}'. Known: {', '.join(PRESETS)}.")
+        raise ValueError(f"unknown preset '{name}'. Known: {', '.join(PRESETS)}.")
     return PRESETS[name]
 
 

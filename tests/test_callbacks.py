@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +94,44 @@ def test_random_numbers_of_a_callback_are_its_own(stacked: bool, tmp_path: Path)
         go(tmp_path, Draws(stop_at=10))
     for one, other in zip(plain, go(tmp_path, Draws()), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Sums(Callback):
+    """Adds up the losses of each chain, and dies at one step."""
+
+    def __init__(self, dies_at: int | None = None) -> None:
+        self.dies_at = dies_at
+        self.sums: dict[int, float] = {}
+        self.steps: dict[int, int] = {}
+
+    def state_dict(self, chain: int) -> dict[str, Any]:
+        return {"sum": self.sums.get(chain, 0.0), "steps": self.steps.get(chain, 0)}
+
+    def load_state_dict(self, chain: int, state: dict[str, Any]) -> None:
+        self.sums[chain], self.steps[chain] = state["sum"], state["steps"]
+
+    def on_step(self, event: Event) -> None:
+        self.sums[event.chain] = self.sums.get(event.chain, 0.0) + float(event.sampler.info.loss)
+        self.steps[event.chain] = event.step
+        if event.step == self.dies_at and event.chain == 1:
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_state_of_a_callback_is_part_of_the_checkpoint(stacked: bool, tmp_path: Path) -> None:
+    """Of each chain; a callback of another class at its place starts afresh."""
+    options = {"num_draws": 4, "gap": 3, "burn_in": 5, "num_chains": 2, "stacked": stacked, "progress": False}
+    run = partial(sample, sampler=SAMPLER, batch_size=10, **options)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    whole, killed, resumed = Sums(), Sums(dies_at=10), Sums()
+    run(model, (X, Y), F.cross_entropy, callbacks=[whole])
+    with pytest.raises(KeyboardInterrupt):
+        run(model, (X, Y), F.cross_entropy, callbacks=[killed], path=tmp_path)
+    run(model, (X, Y), F.cross_entropy, callbacks=[resumed, Sums()], path=tmp_path, resume=True)
+    assert resumed.sums == whole.sums
+    assert resumed.steps == whole.steps == {0: 17, 1: 17}
+    run(model, (X, Y), F.cross_entropy, callbacks=[Draws()], path=tmp_path, resume=True)
 
 
 def test_a_missing_package_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from adammcmc.samplers.stacked import StackedChain
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["Callback", "Event", "OwnNumbers", "TensorBoard"]
+__all__ = ["Callback", "Event", "OwnNumbers", "TensorBoard", "callback_states", "load_callback_states"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Callback:
 
     What a callback raises stops the run, as Ctrl-C does: the store keeps what there was, and `resume=True` goes on. It may draw
     from torch's global random numbers: inside a callback they are a stream of their own, which the chain does not see.
+    A callback that accumulates numbers over the steps keeps them across a kill by `state_dict` and `load_state_dict`.
 
     Where chains run as one stack it is called for one chain after the other, and the chain's weights are put into the model
     before: a callback that overrides `on_step` costs a copy of all weights at each step there.
@@ -48,6 +50,13 @@ class Callback:
     def overrides(self, name: str) -> bool:
         """Whether this callback has its own method of this name."""
         return getattr(getattr(self, name), "__func__", None) is not getattr(Callback, name)
+
+    def state_dict(self, chain: int) -> dict[str, Any]:
+        """What this callback needs to continue with a chain, as tensors, numbers and text: part of each checkpoint."""
+        return {}
+
+    def load_state_dict(self, chain: int, state: dict[str, Any]) -> None:
+        """Called before `on_start` with what `state_dict` returned when the checkpoint was written."""
 
     def on_start(self, event: Event) -> None:
         """A chain begins, or goes on after a stop."""
@@ -60,6 +69,19 @@ class Callback:
 
     def on_end(self, event: Event) -> None:
         """A chain has all its draws."""
+
+
+def callback_states(callbacks: Sequence[Callback], chains: Sequence[int]) -> list[Any]:
+    """The states of all callbacks, each with its class: part of a checkpoint."""
+    return [[type(callback).__name__, [callback.state_dict(chain) for chain in chains]] for callback in callbacks]
+
+
+def load_callback_states(callbacks: Sequence[Callback], chains: Sequence[int], states: Sequence[Any]) -> None:
+    """Restore each callback whose class had a state at its place; a callback that is new to the run starts afresh."""
+    for callback, (name, own) in zip(callbacks, states, strict=False):
+        if type(callback).__name__ == name:
+            for chain, state in zip(chains, own, strict=True):
+                callback.load_state_dict(chain, state)
 
 
 class OwnNumbers:

@@ -37,7 +37,7 @@ from adammcmc.posterior.predictive import Probe
 from adammcmc.posterior.store.encoding import can_store, plain_json
 from adammcmc.posterior.store.folder import FolderStore, MemoryStore, Store, check_space, format_bytes, read_manifest
 from adammcmc.posterior.store.memory import free_memory
-from adammcmc.runs.callbacks import Callback, Event, OwnNumbers
+from adammcmc.runs.callbacks import Callback, Event, OwnNumbers, callback_states, load_callback_states
 from adammcmc.runs.factory import (
     Factory,
     as_factory,
@@ -537,6 +537,7 @@ class _Loop(ABC):
             "burn_in": self._burn_in,
             "burned_in_at": self.burned_in_at,
             "num_draws": self.num_draws,
+            "callbacks": callback_states(run.callbacks, self.chains),
         }
 
     def _load_shared(self, state: dict[str, Any]) -> None:
@@ -547,6 +548,7 @@ class _Loop(ABC):
         if state["random_cuda"] is not None and run.device.type == "cuda":
             torch.cuda.set_rng_state(state["random_cuda"], run.device)
         self._burn_in, self.burned_in_at, self.num_draws = state["burn_in"], state["burned_in_at"], state["num_draws"]
+        load_callback_states(run.callbacks, self.chains, state.get("callbacks", []))
 
 
 class _Chain(_Loop):
