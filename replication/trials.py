@@ -456,7 +456,8 @@ def _sampler_state(posterior: Posterior) -> dict[str, Any]:
 
 def _scores(trial: Trial, posterior: Posterior, data: JetData) -> Tensor:
     """The top probability of these jets, (draws, jets)."""
-    predict = partial(Posterior.predict, data=data, raw=True, batch_size=2048, progress=False)
+    # one draw at a time: a ParticleNet is faster alone than many under vmap
+    predict = partial(Posterior.predict, data=data, raw=True, batch_size=min(2048, data.num_data), progress=False)
     if trial.method == "dropout":  # random masks at the last weights
         device = next(posterior.model.parameters()).device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -97,24 +97,35 @@ def test_random_numbers_of_a_callback_are_its_own(stacked: bool, tmp_path: Path)
 
 
 class Sums(Callback):
-    """Adds up the losses of each chain, and dies at one step."""
+    """Adds up the losses of each chain, and is interrupted at one step."""
 
-    def __init__(self, dies_at: int | None = None) -> None:
-        self.dies_at = dies_at
+    def __init__(self, stops_at: int | None = None) -> None:
+        self.stops_at = stops_at
         self.sums: dict[int, float] = {}
         self.steps: dict[int, int] = {}
+        self.samplers: dict[int, Any] = {}
 
     def state_dict(self, chain: int) -> dict[str, Any]:
+        if chain in self.samplers:
+            self.add(chain)
         return {"sum": self.sums.get(chain, 0.0), "steps": self.steps.get(chain, 0)}
 
     def load_state_dict(self, chain: int, state: dict[str, Any]) -> None:
         self.sums[chain], self.steps[chain] = state["sum"], state["steps"]
 
+    def on_start(self, event: Event) -> None:
+        self.samplers[event.chain] = event.sampler
+
     def on_step(self, event: Event) -> None:
-        self.sums[event.chain] = self.sums.get(event.chain, 0.0) + float(event.sampler.info.loss)
-        self.steps[event.chain] = event.step
-        if event.step == self.dies_at and event.chain == 1:
+        self.add(event.chain)
+        if event.step == self.stops_at and event.chain == 1:
             signal.raise_signal(signal.SIGINT)
+
+    def add(self, chain: int) -> None:
+        sampler = self.samplers[chain]
+        if sampler.num_steps > self.steps.get(chain, 0):
+            self.sums[chain] = self.sums.get(chain, 0.0) + float(sampler.info.loss)
+            self.steps[chain] = sampler.num_steps
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -124,7 +135,7 @@ def test_the_state_of_a_callback_is_part_of_the_checkpoint(stacked: bool, tmp_pa
     run = partial(sample, sampler=SAMPLER, batch_size=10, **options)  # type: ignore[arg-type]
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    whole, killed, resumed = Sums(), Sums(dies_at=10), Sums()
+    whole, killed, resumed = Sums(), Sums(stops_at=11), Sums()
     run(model, (X, Y), F.cross_entropy, callbacks=[whole])
     with pytest.raises(KeyboardInterrupt):
         run(model, (X, Y), F.cross_entropy, callbacks=[killed], path=tmp_path)

@@ -137,15 +137,14 @@ def test_large_gradients_silence_the_noise() -> None:
 
 def test_a_prior_of_the_sampler_is_part_of_the_gradient() -> None:
     """Through `OptimizerMCMC`, at lambda = 1: n times the gradient of the mean loss, and theta / s^2."""
-    torch.manual_seed(2)
     p = weights(10)
     optimizer = partial(ScaleAdaptedSGHMC, num_data=N, burn_in=5)
-    sampler = OptimizerMCMC([p], optimizer, num_data=N, sigma=0.0, acceptance=AlwaysAccept(), prior=Gaussian(0.5))
+    noisy = partial(optimizer, generator=seeded())
+    sampler = OptimizerMCMC([p], noisy, num_data=N, sigma=0.0, acceptance=AlwaysAccept(), prior=Gaussian(0.5))
     for _ in range(10):
         sampler.step(lambda: H * p.square().sum() / (2 * N))
-    torch.manual_seed(2)
     q = weights(10)
-    plain = optimizer([q])
+    plain = optimizer([q], generator=seeded())
     for _ in range(10):
         q.grad = (H + 4.0) * q.detach() / N
         plain.step()

@@ -52,7 +52,10 @@ class Callback:
         return getattr(getattr(self, name), "__func__", None) is not getattr(Callback, name)
 
     def state_dict(self, chain: int) -> dict[str, Any]:
-        """What this callback needs to continue with a chain, as tensors, numbers and text: part of each checkpoint."""
+        """What this callback needs to continue with a chain, as tensors, numbers and text: part of each checkpoint.
+
+        A checkpoint is written before `on_step` of its step, which a resumed run does not call again: include that step here.
+        """
         return {}
 
     def load_state_dict(self, chain: int, state: dict[str, Any]) -> None:
