@@ -182,7 +182,7 @@ class Trial:
     def num_steps(self) -> int:
         """Up to the last draw."""
         plan = self.plan
-        return plan["num_draws"] * plan["gap"] + (0 if self.method == "ensemble" else self.burn_in)
+        return int(plan["num_draws"] * plan["gap"]) + (0 if self.method == "ensemble" else self.burn_in)
 
 
 def run_trial(
