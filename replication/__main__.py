@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["main"]
-
 _FIGURES = {
     "headline": "does the spread follow sigma or lambda? On a posterior whose truth is known",
     "fig1": "training loss and test accuracy of Adam, SGD, sgHMC and AdamMCMC",

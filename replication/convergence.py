@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["NUM_BINS", "Bound", "Settings", "bounds", "distance", "floor", "inner_edges", "log_density", "starts"]
-
 LOW, HIGH = -1.5, 2.0
 START = (1.0, 1.5)
 NUM_BINS = 20

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.figure import Figure
-
-__all__ = ["COLOURS", "LABELS", "MARKERS", "Value", "band", "canvas", "crosses", "legend", "line", "log_ticks", "points"]
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
 
 COLOURS = {
     "adam": "#7f7f7f",

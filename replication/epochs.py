@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from replication import published
 from replication.drawing import canvas, legend
@@ -14,11 +16,6 @@ from replication.rows import VERSIONS, lean, rows
 from replication.sections import RULE, Line, health, of_acceptance, select, table
 from replication.settings import Preset
 from replication.work import Work
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["COLUMNS", "SIGMAS", "TITLE", "draw", "lines", "run", "section"]
 
 TITLE = "Figures 2b and 3 after 100 epochs"
 SIGMAS = (0.2, 0.5, 1.0, 2.0, 4.0, 10.0)

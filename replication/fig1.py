@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from replication import published
 from replication.drawing import COLOURS, LABELS, Value, band, canvas, legend
@@ -12,11 +14,6 @@ from replication.sections import RULE, Line, health, of_anchors, of_test_jets, s
 from replication.settings import Preset
 from replication.trials import Trial
 from replication.work import Work
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["COLUMNS", "GRIDS", "TITLE", "WIDE", "draw", "lines", "long_chain", "run", "section"]
 
 TITLE = "Figure 1: training loss and test accuracy"
 WIDE = 3661.6

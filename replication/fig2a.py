@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from replication import published
 from replication.drawing import LABELS, canvas, crosses, legend, line, points
@@ -12,11 +14,6 @@ from replication.rows import VERSIONS, lean, rows, version
 from replication.sections import RULE, Line, error_of, health, of_acceptance, of_anchors, select, table
 from replication.settings import Preset
 from replication.work import Work
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["COLUMNS", "SIGMAS", "TITLE", "draw", "flat_acceptance", "lines", "run", "section"]
 
 TITLE = "Figure 2a: acceptance and accuracy against sigma_Delta and beta"
 SIGMAS = (0.2, 2.0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from replication import published
 from replication.drawing import LABELS, canvas, crosses, legend, points
@@ -12,11 +14,6 @@ from replication.sections import RULE, Line, error_of, health, of_acceptance, of
 from replication.settings import Preset
 from replication.trials import Trial
 from replication.work import Work
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["COLUMNS", "SIGMAS", "TITLE", "draw", "lines", "run", "scan", "section"]
 
 TITLE = "Figure 2b: acceptance and accuracy against sigma"
 SIGMAS = (0.2, 0.5, 1.0, 2.0, 4.0, 6.0, 10.0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from replication import published
 from replication.drawing import LABELS, Value, canvas, crosses, legend, points
@@ -25,11 +27,6 @@ from replication.sections import (
 from replication.settings import Preset
 from replication.trials import Trial
 from replication.work import Work
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["COLUMNS", "GROUPS", "TARGETS", "TITLE", "draw", "lines", "of_groups", "run", "section"]
 
 TITLE = "Figure 3: mean prediction and spread against sigma"
 TARGETS = (0.6, 0.85, 0.95)

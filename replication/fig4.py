@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from replication import published
 from replication.drawing import LABELS, Value, band, canvas, legend, points
@@ -14,11 +16,6 @@ from replication.sections import RULE, Line, health, of_anchors, shown, table
 from replication.settings import Preset
 from replication.trials import TESTS, Trial
 from replication.work import Work
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["COLUMNS", "TITLE", "draw", "lines", "run", "section"]
 
 TITLE = "Figure 4: full against stochastic correction"
 SMALLER = ((10.0, WIDE), (2.0, WIDE), (0.2, WIDE), (0.01, WIDE), (2.0, 370.0), (0.2, 370.0))

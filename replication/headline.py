@@ -15,10 +15,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from adammcmc import diagnostics, kernels
@@ -34,11 +35,6 @@ from replication.drawing import COLOURS, LABELS, MARKERS, canvas, legend, points
 from replication.sets import read_sets
 from replication.settings import Preset
 from replication.work import Work
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["SAMPLERS", "TITLE", "LastLayer", "draw", "finding", "run", "section"]
 
 TITLE = "The headline: does the spread follow sigma, or lambda?"
 SAMPLERS = (

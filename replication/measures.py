@@ -14,8 +14,6 @@ from adammcmc.jets.tagging import accuracy, auc, groups, mean_by_pt
 from adammcmc.posterior import uncertainty
 from adammcmc.posterior.calibration import auroc, brier, ece, nll, reliability
 
-__all__ = ["PT_EDGES", "judge", "over_seeds", "rounded"]
-
 PT_EDGES = (500.0, 550.0, 600.0, 650.0, 700.0, 800.0, 900.0, 1000.0)
 _PROBES = 24
 """Test jets whose scores are kept draw by draw, for R-hat."""

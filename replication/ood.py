@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from adammcmc.jets.data import KINDS
 from replication import published
@@ -14,12 +17,6 @@ from replication.rows import VERSIONS, exact_settings, lean, rows, version
 from replication.sections import RULE, Line, exact_data, health, name_of, of_anchors, seeds_by, select, shown, table
 from replication.settings import Preset
 from replication.work import Work
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-__all__ = ["COLUMNS", "TITLE", "draw", "lines", "run", "section"]
 
 TITLE = "Jets from elsewhere: mutual information and detection"
 SIGMAS = (0.01, 0.1, 0.2, 0.5, 2.0)

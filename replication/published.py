@@ -5,27 +5,6 @@ Keys are the paper's nominal sigma, sigma_Delta or 1 - beta. `ERROR` is 1 - accu
 
 from __future__ import annotations
 
-__all__ = [
-    "ACCEPTANCE_READ_TO",
-    "ERROR_READ_TO",
-    "FIG1",
-    "FIG1_EARLY",
-    "FIG2A_BETA_ACCEPTANCE",
-    "FIG2A_BETA_ERROR",
-    "FIG2A_DELTA_ACCEPTANCE",
-    "FIG2A_DELTA_ERROR",
-    "FIG2B_ACCEPTANCE",
-    "FIG2B_ERROR",
-    "FIG3_MEAN",
-    "FIG3_SPREAD",
-    "FIG4_ACCEPTANCE",
-    "FIG4_LOSS",
-    "INFORMATION_READ_TO",
-    "OOD_BY_PT",
-    "OOD_BY_SIGMA",
-    "SPREAD_READ_TO",
-]
-
 ACCEPTANCE_READ_TO = 0.02
 ERROR_READ_TO = 0.002
 SPREAD_READ_TO = 0.01

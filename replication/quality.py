@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
 
 from replication.drawing import COLOURS, LABELS, points
 from replication.rows import VERSIONS
 from replication.sections import name_of, select, shown
 from replication.settings import Preset
 from replication.trials import Trial
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-__all__ = ["draw_quality", "draw_reliability", "quality_table", "title_of", "yardsticks"]
 
 QUALITY = {
     "nll": "NLL (nats per jet)",

@@ -22,8 +22,6 @@ from replication.sets import read_sets
 from replication.settings import Preset
 from replication.work import Work
 
-__all__ = ["FIGURES", "figure_module", "read_result", "replicate"]
-
 FIGURES = {
     "headline": "headline",
     "fig1": "fig1",

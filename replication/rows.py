@@ -14,8 +14,6 @@ from replication.settings import Preset
 from replication.trials import Trial
 from replication.work import Work
 
-__all__ = ["VERSIONS", "Setting", "bands", "exact_settings", "lean", "row", "rows", "seeds_of", "version"]
-
 VERSIONS = {
     "released": {"method": "released", "scale": "mean"},
     "printed, batch sum": {"method": "printed", "scale": "batch_sum"},

@@ -20,26 +20,6 @@ from replication import published
 from replication.drawing import LABELS, Value
 from replication.rows import VERSIONS
 
-__all__ = [
-    "RULE",
-    "Line",
-    "agreement",
-    "at",
-    "error_of",
-    "exact_data",
-    "health",
-    "name_of",
-    "of_acceptance",
-    "of_anchors",
-    "of_test_jets",
-    "seeds_by",
-    "select",
-    "shown",
-    "table",
-    "verdict",
-    "where",
-]
-
 RULE = (
     "Ours: mean ± standard error over the seeds. *Same*: the published number is in the 95% interval of ours (Student's, with "
     "the error of the test jets), or as near as the published figure can be read ({read_to}). *Cannot tell*: in an interval of "

@@ -12,8 +12,6 @@ from adammcmc.jets.files import bundled, read_jets
 from adammcmc.jets.particlenet import ParticleNet
 from replication.settings import Preset
 
-__all__ = ["JetSets", "read_sets"]
-
 
 @dataclass(frozen=True)
 class JetSets:

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from adammcmc.jets.tagger import best_device
 
-__all__ = ["PAPER_PARAMS", "PRESETS", "Preset", "along", "preset"]
-
 PAPER_PARAMS = 366_160
 """Of the paper's ParticleNet. Its nominal sigma and sigma_Delta are divided by the root of this: so they are on any network."""
 

@@ -8,8 +8,6 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-__all__ = ["MDECAY", "ScaleAdaptedSGHMC", "noiseless_share"]
-
 MDECAY = 0.05
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from adammcmc.target.target import from_paper
 from replication.drawing import LABELS, canvas, legend, log_ticks, points
@@ -11,11 +13,6 @@ from replication.rows import VERSIONS, exact_settings, lean, rows, version
 from replication.sections import Line, at, exact_data, health, of_anchors, select, shown, table
 from replication.settings import Preset
 from replication.work import Work
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["EXACT_LAMS", "TITLE", "draw", "run", "section"]
 
 TITLE = "The inverse temperature lambda"
 LAMS = (1e-4, 1e-2, 1.0, 1e2, 1e3)

@@ -12,9 +12,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from adammcmc import kernels
@@ -24,12 +26,6 @@ from replication.convergence import NUM_BINS, Settings, bounds, distance, floor,
 from replication.drawing import COLOURS
 from replication.settings import Preset
 from replication.work import Work
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-__all__ = ["TITLE", "draw", "run", "section"]
 
 TITLE = "Theorems 1 and 2: convergence with the correction C, and the bias without it"
 

@@ -56,8 +56,6 @@ from replication.sets import JetSets
 from replication.settings import PAPER_PARAMS, Preset, along
 from replication.sghmc import MDECAY, ScaleAdaptedSGHMC, noiseless_share
 
-__all__ = ["METHODS", "TESTS", "Trial", "device_name", "run_trial"]
-
 METHODS = ("adam", "snapshots", "sgd", "sghmc", "released", "printed", "exact", "ensemble", "dropout")
 CHAINS = ("released", "printed", "exact")
 TESTS: dict[str, Callable[[int], AcceptanceTest]] = {

@@ -25,8 +25,6 @@ from replication.sets import JetSets, read_sets
 from replication.settings import Preset
 from replication.trials import Trial, device_name, run_trial
 
-__all__ = ["PROCEDURE", "Work"]
-
 PROCEDURE = 4
 """Part of a trial's name. Raise it when what a trial does or measures changes: all trials are then run again."""
 

@@ -206,6 +206,7 @@ def test_arguments_are_checked(wrong: dict[str, object], words: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")  # the first use in a process says so
 def test_a_graph_makes_the_same_steps_without_waiting() -> None:
     """Captured steps adapt, stop to adapt, and end where eager ones end; nothing is read back."""
     ends, states = [], []

@@ -259,6 +259,7 @@ def test_a_killed_trial_continues_bit_for_bit(method: str, jets: JetSets, tmp_pa
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:steps are not captured", "ignore:The AccumulateGrad")  # of SGD and sgHMC: they run eagerly
 @pytest.mark.parametrize("method", ["adam", "sgd", "sghmc", "released", "printed", "exact", "ensemble"])
 def test_a_killed_trial_continues_bit_for_bit_on_a_gpu(method: str, jets: JetSets, tmp_path: Path) -> None:
     """Where steps are graphs: a process that continues takes its first steps without, and has the same numbers."""
