@@ -1,4 +1,4 @@
-"""Figure 4: the full-data correction beside the stochastic one, at the same temperature; and every minibatch test."""
+"""Figure 4: full-data and minibatch acceptance tests at the same temperature, and every subsampling test."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from replication.work import Work
 
 TITLE = "Figure 4: full against stochastic correction"
 SMALLER = ((10.0, WIDE), (2.0, WIDE), (0.2, WIDE), (0.01, WIDE), (2.0, 370.0), (0.2, 370.0))
-"""sigma and sigma_Delta, of other figures' trials: the paper's remedy against noise of minibatches is to make them smaller."""
+"""sigma and sigma_Delta, from other figures' trials: the paper proposes smaller ones against the noise of
+minibatches."""
 
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
-    """Chains in evaluation mode, where the loss is one function of the weights, from five steps of Adam and from many."""
+    """Chains in evaluation mode, where the loss is one function of the weights, after five steps of Adam and after
+    many."""
     few, many = 5, preset.steps // 4
     steps = max(8, preset.steps // 4)
     sizes: dict[str, Any] = {
@@ -58,7 +60,7 @@ SCALES = ("printed, batch sum", "printed, data sum")
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """The loss under both corrections, from the start and after burn-in; acceptance; what each minibatch test looks at."""
+    """The loss under both tests, from the start and after burn-in; acceptance; the data that each test reads."""
     with canvas(2, 3, width=13.0, height=7.6) as (figure, axes):
         for i, scale in enumerate(SCALES):
             for j, start in enumerate(STARTS):
@@ -100,7 +102,7 @@ COLUMNS = list(SCALES)
 
 
 def lines(result: dict[str, Any]) -> list[Line]:
-    """Acceptance and loss under both corrections; the published numbers are those of chains after burn-in."""
+    """Acceptance and loss under both tests; the published numbers are those after burn-in."""
     found: list[Line] = []
     for start in reversed(STARTS):
         is_known = start == "after burn-in"
@@ -118,7 +120,7 @@ def lines(result: dict[str, Any]) -> list[Line]:
 
 
 def section(result: dict[str, Any]) -> str:
-    """Both corrections at both scales and starts; every minibatch test; smaller steps."""
+    """Both tests at both scales and starts; every subsampling test; smaller steps."""
     keys = [f"{scale} | {start}" for scale in SCALES for start in STARTS]
     text = [
         table(lines(result), COLUMNS),
@@ -142,7 +144,7 @@ def section(result: dict[str, Any]) -> str:
 
 
 def _share(one: dict[str, Any]) -> float:
-    """Of the data that a decision looks at, on average; NaN where that is not known."""
+    """The mean fraction of the data that a decision reads; NaN if unknown."""
     looked, setting = one.get("examples"), one["setting"]
     if looked is not None and looked[0] is not None:
         return float(looked[0]) / float(setting["num_jets"])
@@ -150,7 +152,7 @@ def _share(one: dict[str, Any]) -> float:
 
 
 def _tests(rows: list[dict[str, Any]], first: str) -> str:
-    """Acceptance, data looked at, noise of the log ratio, effective inverse temperature."""
+    """Acceptance, data read, noise of the log ratio, effective inverse temperature."""
     table = [
         f"| {first} | acceptance | data looked at | noise of the log ratio, sd | effective lambda / lambda | loss at the end |",
         "|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""Whether error bars are right: the yardsticks, and NLL, ECE, coverage, accuracy and reliability beside them."""
+"""Quality of the error bars: NLL, ECE, coverage, accuracy and reliability, compared with the yardsticks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import matplotlib as mpl
 from matplotlib.axes import Axes
 
 from replication.drawing import COLOURS, LABELS, points
@@ -23,10 +24,10 @@ QUALITY = {
 
 
 def yardsticks(preset: Preset, sizes: dict[str, Any] | None = None) -> list[Trial]:
-    """One network; ten points of its path, which is what noise and test must improve on; the network with draws of its dropout
-    masks; five networks at the compute of one chain; and five full ones.
+    """Adam; ten points of its path, which noise and acceptance test must improve on; random dropout masks; an ensemble
+    of five at the compute of one chain; and an ensemble of five full trainings.
 
-    A step of AdamMCMC has two forwards and one backward, where Adam has one of each: about 4/3 of it.
+    A step of AdamMCMC has two forward passes and one backward pass, where Adam has one of each: about 4/3 of its cost.
     """
     base = replace(Trial.of(preset, "adam"), **(sizes or {}))
     return [
@@ -39,7 +40,7 @@ def yardsticks(preset: Preset, sizes: dict[str, Any] | None = None) -> list[Tria
 
 
 def draw_quality(axes: Sequence[Axes], scan: list[dict[str, Any]], yardsticks: list[dict[str, Any]]) -> None:
-    """NLL, ECE, coverage and accuracy against sigma, with the yardsticks as levels."""
+    """NLL, ECE, coverage and accuracy against sigma, with the yardsticks as horizontal lines."""
     for one, (what, title) in zip(axes, QUALITY.items(), strict=True):
         for name in VERSIONS:
             own = select(scan, name)
@@ -51,14 +52,12 @@ def draw_quality(axes: Sequence[Axes], scan: list[dict[str, Any]], yardsticks: l
 
 
 def draw_reliability(axes: Sequence[Axes], scan: list[dict[str, Any]], yardsticks: list[dict[str, Any]]) -> None:
-    """Tops that were found less tops that were promised, by score: each sigma a line, from dark (small) to light."""
-    import matplotlib as mpl
-
+    """Observed minus predicted fraction of tops, by score: one line per sigma, from dark (small) to light."""
     for one, name in zip(axes, (*VERSIONS, "yardsticks"), strict=True):
         own = _single(yardsticks) if name == "yardsticks" else select(scan, name)
         for number, row in enumerate(own):
             curve = row["reliability"]
-            gaps = [found - said for found, said in zip(curve["accuracy"], curve["confidence"], strict=True)]
+            gaps = [found - predicted for found, predicted in zip(curve["accuracy"], curve["confidence"], strict=True)]
             colour: Any = mpl.colormaps["viridis"](number / max(1, len(own)))
             label = f"sigma {row['setting']['sigma']:g}"
             if name == "yardsticks":
@@ -73,7 +72,7 @@ def draw_reliability(axes: Sequence[Axes], scan: list[dict[str, Any]], yardstick
 
 
 def quality_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown: each row's quality, and whether its chains agree."""
+    """Markdown: quality and R-hat of each row."""
     lines = [
         "| | accuracy | NLL | ECE | coverage of 90% bars | mean spread | R-hat, median (worst) |",
         "|---|---|---|---|---|---|---|",
@@ -86,7 +85,7 @@ def quality_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _single(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row of each method: of two ensembles the one at the compute of one chain, which comes first."""
+    """One row per method: of the two ensembles the one at the compute of one chain, which comes first."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         found.setdefault(name_of(row), row)
@@ -94,7 +93,7 @@ def _single(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _levels(axes: Axes, rows: list[dict[str, Any]], what: str) -> None:
-    """What has no sigma: a level line."""
+    """Methods without a sigma, as horizontal lines."""
     for row in rows:
         value, name = row[what], name_of(row)
         if value is not None and value[0] is not None:

@@ -60,8 +60,8 @@ def replicate(
         preset: how large.
         folder: for the results and the finished trials.
         jets: a folder with `train` and `others`; None is the bundled jets.
-        workers: processes that share the trials. On a GPU several are faster than one: most of a small network's step is spent
-            on the host. (Start NVIDIA's MPS first, or they wait for each other.)
+        workers: processes that share the trials. On a GPU several are faster than one: most of a small network's step
+            is spent on the host. (Start NVIDIA's MPS first, or they wait for each other.)
         progress: show bars.
     """
     folder = Path(folder)

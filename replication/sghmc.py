@@ -12,34 +12,38 @@ MDECAY = 0.05
 
 
 class ScaleAdaptedSGHMC(torch.optim.Optimizer):
-    r"""SGHMC (Chen, Fox and Guestrin 2014) that adapts its scale during burn-in (Springenberg et al. 2016). **Approximate.**
+    r"""SGHMC (Chen, Fox and Guestrin 2014) that adapts its scale during burn-in (Springenberg et al. 2016).
+    **Approximate.**
 
-        g = n * grad(mean loss)                                              (1)  the gradient of U: the SUM over the data
-        tau' = tau + 1 - tau gbar^2 / V                                      (2)  during burn-in only, for each weight
-        gbar' = gbar + (g - gbar) / (tau + 1),   V' = V + (g^2 - V) / (tau + 1)                  (3)
-        v' = v - lr^2 V^(-1/2) g - mdecay v + N(0, max(0, 2 lr^2 mdecay V^(-1/2) - lr^4))        (4)
-        theta' = theta + v'                                                  (5)
+        g = n * grad(mean loss)                                                              (1)
+        tau' = tau + 1 - tau gbar^2 / V                                                      (2)
+        gbar' = gbar + (g - gbar) / (tau + 1),   V' = V + (g^2 - V) / (tau + 1)              (3)
+        v' = v - lr^2 V^(-1/2) g - mdecay v + N(0, max(0, 2 lr^2 mdecay V^(-1/2) - lr^4))    (4)
+        theta' = theta + v'                                                                  (5)
 
-    (2) and (3) are equations (8) and (9) of Springenberg et al., (4) and (5) their (10). tau, gbar and V start at 1. Their
-    paper has 1 / tau in (3), with which tau would stay at its start of 1, and V = g^2.
+    g is the gradient of U, the SUM over the data. (2) and (3), for each weight and during burn-in only, are equations
+    (8) and (9) of Springenberg et al., (4) and (5) their (10). tau, gbar and V start at 1. Their paper has 1 / tau in
+    (3), with which tau would stay at its start of 1, and V = g^2.
 
-    It is an optimizer: `p.grad` holds the gradient of the MEAN loss of a batch, and `step` multiplies it by `num_data`. Using
-    the mean in place of the sum would sample at n times the temperature. There is no Metropolis test. lr is the step epsilon
-    of the equations (some implementations divide it by sqrt(n)), `mdecay` the fraction of the velocity that is lost in a step
-    (epsilon V^(-1/2) C in the paper). lr^4 is subtracted because gradients are noisy themselves: it is their contribution if
-    V is all noise. On a Gaussian of curvature h, with V frozen and gradients of noise variance W,
+    It is an optimizer: `p.grad` holds the gradient of the MEAN loss of a batch, and `step` multiplies it by `num_data`.
+    Using the mean in place of the sum would sample at n times the temperature. There is no Metropolis test. lr is the
+    step epsilon of the equations (some implementations divide it by sqrt(n)), `mdecay` the fraction of the velocity
+    that is lost in a step (epsilon V^(-1/2) C in the paper). lr^4 is subtracted because gradients are noisy themselves:
+    it is their contribution if V is all noise. On a Gaussian of curvature h, with V frozen and gradients of noise
+    variance W,
 
         Var(theta) = (1/h) [1 - (1 - W / V) lr^2 V^(1/2) / (2 mdecay)] / [1 - lr^2 h V^(-1/2) / (4 - 2 mdecay)]     (6)
 
     exactly, which is 1/h as lr -> 0. Where V^(1/2) > 2 mdecay / lr^2 (1,000 at the defaults) no noise is added at all.
-    Gradients of the sum over a large data set are often that large; the chain is then SGD with momentum. `noiseless_share`
-    measures for how many weights.
+    Gradients of the sum over a large data set are often that large; the chain is then SGD with momentum.
+    `noiseless_share` measures for how many weights.
 
-    The code released with the AdamMCMC paper differs. Its burn-in lasts as long as the run, so that V follows the gradients
-    throughout and the target is unknown. Its prior is N(0, 0.1^2) on every weight. Here a prior is part of the gradient, as
-    `OptimizerMCMC(..., prior=Gaussian(0.1))` makes it.
+    The code released with the AdamMCMC paper differs. Its burn-in lasts as long as the run, so that V follows the
+    gradients throughout and the target is unknown. Its prior is N(0, 0.1^2) on every weight. Here a prior is part of
+    the gradient, as `OptimizerMCMC(..., prior=Gaussian(0.1))` makes it.
 
-    Nothing is read back from the device, so that `step` can be captured in a CUDA graph after one step that creates the state.
+    Nothing is read back from the device, so that `step` can be captured in a CUDA graph after one step that creates the
+    state.
 
     Args:
         params: parameters or groups, as for any optimizer. A parameter without a gradient stays where it is.

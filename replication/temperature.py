@@ -1,4 +1,5 @@
-"""The inverse temperature lambda: spread, acceptance and accuracy over the paper's range, and in our units."""
+"""The inverse temperature lambda: spread, acceptance and accuracy over the paper's range, and its value in our
+units."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ WHATS = {
 
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
-    """The paper's range in each version, and exact chains at some temperatures."""
+    """The paper's range in each version, and exact chains at three temperatures."""
     lams = preset.points(LAMS, at_least=(1.0,))
     scan = [version(preset, name, lam=lam, sigma=0.2, sigma_delta=WIDE) for name in VERSIONS for lam in lams]
     anchors = [
@@ -39,7 +40,7 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """Acceptance, spread and accuracy against lambda. (Exact chains are plotted at their own lambda, of the data sum.)"""
+    """Acceptance, spread and accuracy against lambda. (That of exact chains multiplies the data sum.)"""
     with canvas(1, 3, width=13.0, height=4.6) as (figure, axes):
         for one, (what, title) in zip(axes, WHATS.items(), strict=True):
             for name in (*VERSIONS, "exact"):
@@ -56,7 +57,7 @@ def draw(result: dict[str, Any]) -> Figure:
 
 
 def section(result: dict[str, Any]) -> str:
-    """Each number at each lambda."""
+    """All numbers at each lambda."""
     columns = [*VERSIONS, "exact"]
     every = [*result["scan"], *result["exact"]]
     lines = [

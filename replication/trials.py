@@ -1,8 +1,8 @@
 """One trial: one method with one setting on one network, from initialisation to numbers on held-out jets.
-
-Every method runs through `adammcmc.sample`, which keeps the draws and the checkpoints. Optimizers are samplers without noise
-whose moves are always accepted. What is kept of a trial is a record, a small JSON object: training losses, accuracies,
-acceptance, the chain's health, and measures of its draws on the test jets and on the out-of-distribution jets.
+ Every method runs through `adammcmc.sample`, which keeps the draws and the checkpoints. Optimizers are samplers without
+noise whose moves are always accepted. What is kept of a trial is a record, a small JSON object: training losses,
+accuracies, acceptance, the chain's health, and measures of its draws on the test jets and on the out-of-distribution
+jets.
 """
 
 from __future__ import annotations
@@ -77,12 +77,13 @@ class Trial:
     """Everything that a record depends on, besides the jets.
 
     Args:
-        method: adam, sgd, sghmc; snapshots (of Adam's own path, at the steps of a chain's draws); released (`AsReleased`),
-            printed (`AdamMCMC`: Algorithm 1), exact (`Underdamped` on all jets at once); ensemble (members trained by Adam
-            one after the other), dropout (Adam, then random masks).
+        method: adam, sgd, sghmc; snapshots (of Adam's own path, at the steps of a chain's draws); released
+            (`AsReleased`), printed (`AdamMCMC`: Algorithm 1), exact (`Underdamped` on all jets at once); ensemble
+            (members trained by Adam one after the other), dropout (Adam, then random masks).
         sigma: the paper's nominal one.
         sigma_delta: the paper's nominal one.
-        scale: the loss that lambda multiplies: "mean" (of the batch: the released script), "batch_sum", or "data_sum" (Bayes).
+        scale: the loss that lambda multiplies: "mean" (of the batch: the released script), "batch_sum", or "data_sum"
+            (Bayes).
         lam: the paper's lambda.
         beta: both of Adam's.
         lr: learning rate; epsilon for sgHMC.
@@ -150,7 +151,8 @@ class Trial:
     def exact(preset: Preset, **options: Any) -> Trial:
         """An exact chain of this preset's size: few jets, all at once, in evaluation mode and full precision.
 
-        All chains start from the same trained network: its BatchNorm statistics are part of the function, hence of the target.
+        All chains start from the same trained network: its BatchNorm statistics are part of the function, hence of the
+        target.
         """
         sizes: dict[str, Any] = {
             "scale": "data_sum",

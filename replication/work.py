@@ -128,7 +128,8 @@ class Work:
     def _unfinished(self, name: str) -> Path:
         """Keeps the runs of a trial until its record is written.
 
-        Its name contains the device and the versions: another device would not continue bit for bit, and the record names one.
+        Its name contains the device and the versions: another device would not continue bit for bit, and the record
+        names one.
         """
         made_by = {"device": device_name(self.device), "torch": torch.__version__, "adammcmc": adammcmc.__version__}
         return self.folder / "trials" / f".{name}.{_key(made_by, 'run')}"

@@ -126,7 +126,7 @@ def test_it_is_not_in_the_wheel() -> None:
     assert not [path for path in library.rglob("*.py") if re.search(r"(import|from) replication", path.read_text())]
 
 
-# --- what is kept -----------------------------------------------------------------------------------------------------------
+# --- what is kept -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -21,7 +21,8 @@ def weights(num: int = 3000, start: float = 0.3) -> torch.nn.Parameter:
 
 
 def walk(sampler: ScaleAdaptedSGHMC, p: Tensor, num_steps: int, noise: float = 0.0, seed: int = 1) -> Tensor:
-    """Mean of theta^2 of each chain over the second half: the mean loss is H theta^2 / (2 N), its gradient may be noisy."""
+    """Mean of theta^2 of each chain over the second half: the mean loss is H theta^2 / (2 N), its gradient may be
+    noisy."""
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros_like(p)
     for step in range(num_steps):

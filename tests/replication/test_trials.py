@@ -139,7 +139,8 @@ def test_every_acceptance_test_runs_in_evaluation_mode(test: str, jets: JetSets)
 
 @pytest.mark.parametrize(("scale", "wanted"), [("mean", 1.0), ("batch_sum", 12.0), ("data_sum", 48.0)])
 def test_the_papers_settings_reach_the_sampler(scale: str, wanted: float, jets: JetSets, watched: list[Any]) -> None:
-    """sigma and sigma_Delta divided by the root of its network's size; lambda times the scale of the loss; both betas."""
+    """sigma and sigma_Delta divided by the root of its network's size; lambda times the scale of the loss; both
+    betas."""
     run(Trial.of(TINY, "printed", sigma=2.0, sigma_delta=3661.6, scale=scale, lam=3.0, beta=0.5), jets)
     sampler = watched[-1][0].sampler
     group = sampler.param_groups[0]
@@ -212,7 +213,7 @@ def test_weights_that_diverge_are_reported_with_the_trial(jets: JetSets) -> None
         run(Trial.of(TINY, "sgd", lr=1e30, seed=4), jets)
 
 
-# --- killed, and resumed ----------------------------------------------------------------------------------------------------
+# --- killed, and resumed ----------------------------------------------------------------------------------------------
 
 
 class Killed(Exception):
@@ -220,7 +221,8 @@ class Killed(Exception):
 
 
 def killed(trial: Trial, jets: JetSets, folder: Path, after: int, device: torch.device = CPU) -> dict[str, Any] | None:
-    """The record, or None if the process was killed first: without a checkpoint, or (even numbers) with one, by Ctrl-C."""
+    """The record, or None if the process was killed first: without a checkpoint, or (even numbers) with one, by
+    Ctrl-C."""
     steps = 0
 
     def report(done: int, total: int) -> None:
@@ -244,7 +246,8 @@ def same(a: dict[str, Any] | None, b: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("method", [*METHODS, "confidence"])
 def test_a_killed_trial_continues_bit_for_bit(method: str, jets: JetSets, tmp_path: Path) -> None:
-    """Killed again and again, in Adam's steps before the chain, in burn-in and between draws: the record is the same."""
+    """Killed again and again, in Adam's steps before the chain, in burn-in and between draws: the record is the
+    same."""
     if method == "exact":
         trial = Trial.exact(TINY, steps=9, burn_in=3, num_draws=3, start=3)
     elif method == "confidence":
@@ -312,7 +315,7 @@ def test_seconds_are_those_of_all_processes(jets: JetSets, tmp_path: Path, monke
     assert record["seconds"] == pytest.approx(900.0), "three steps of Adam and six of the chain, each once"
 
 
-# --- the folder -------------------------------------------------------------------------------------------------------------
+# --- the folder -------------------------------------------------------------------------------------------------------
 
 
 def test_a_trial_is_run_once(tmp_path: Path, jets: JetSets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,7 +441,7 @@ def test_a_trials_own_error_is_not_mistaken_for_a_lock(tmp_path: Path) -> None:
         Work(TINY, tmp_path, progress=False).all_kept({"a": fails})
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------------
+# --- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_means_over_seeds(tmp_path: Path, jets: JetSets) -> None:
