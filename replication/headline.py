@@ -1,10 +1,12 @@
 r"""The paper's headline, tested where the truth is known: does the spread follow sigma or lambda?
- The predictive spread of a converged kernel that leaves the target invariant does not depend on the width of its
+
+The predictive spread of a converged kernel that leaves the target invariant does not depend on the width of its
 proposals, and does depend on lambda. The paper reports the opposite. Here every sampler runs on one small posterior
 whose spread is known: the Bayesian last layer of a tagger,
 
     p(w) ~ exp(-lambda sum_i log(1 + exp(-y_i w.x_i)) - |w|^2 / 2)
- with x the twelve jet observables, as principal components of variance 1, and a constant. Every step uses all jets, so
+
+with x the twelve jet observables, as principal components of variance 1, and a constant. Every step uses all jets, so
 that minibatches play no role. Widths are in units of s, the posterior's standard deviation (root mean square over the
 weights).
 """

@@ -1,12 +1,14 @@
 """What the sections of the page share: the table of published and measured numbers, its verdicts, and the health lines.
- A number is the "same" if the published one lies in our 95% interval, or within the precision to which the published
+
+A number is the "same" if the published one lies in our 95% interval, or within the precision to which the published
 figure can be read. With n seeds of standard error s, and an error e from the test jets, which all seeds share, the
 condition is
 
     |ours - published| <= max(sqrt((t s)^2 + (2 e)^2), reading)
 
 with t the 97.5% point of Student's distribution with n - 1 degrees of freedom.
- A single seed has no s. If the half width exceeds half of the published number (and the reading), agreement is
+
+A single seed has no s. If the half width exceeds half of the published number (and the reading), agreement is
 meaningless, and the verdict is "cannot tell".
 """
 

@@ -1,5 +1,6 @@
 r"""Theorems 1 and 2 in practice: does the chain converge to the target, with the correction C and without?
- Thousands of chains start far from a known one-dimensional target (`convergence.py`). After k steps their histogram is
+
+Thousands of chains start far from a known one-dimensional target (`convergence.py`). After k steps their histogram is
 compared with the target: the chain of Theorem 1 reaches the noise floor of this number of chains, Algorithm 1 (C = 1)
 stops above it. Also shown are the bound of Theorem 2, in numbers, and the stationary energy of Algorithm 1 on a
 Gaussian in P dimensions.

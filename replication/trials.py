@@ -1,5 +1,6 @@
 """One trial: one method with one setting on one network, from initialisation to numbers on held-out jets.
- Every method runs through `adammcmc.sample`, which keeps the draws and the checkpoints. Optimizers are samplers without
+
+Every method runs through `adammcmc.sample`, which keeps the draws and the checkpoints. Optimizers are samplers without
 noise whose moves are always accepted. What is kept of a trial is a record, a small JSON object: training losses,
 accuracies, acceptance, the chain's health, and measures of its draws on the test jets and on the out-of-distribution
 jets.
