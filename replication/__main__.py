@@ -48,10 +48,7 @@ def _table(rows: dict[str, str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     lists = f"figures:\n{_table(_FIGURES)}\n\npresets:\n{_table(_PRESETS)}\n\n{_EXAMPLES}"
     parser = argparse.ArgumentParser(
-        "python -m replication",
-        description=_DESCRIPTION,
-        epilog=lists,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "python -m replication", description=_DESCRIPTION, epilog=lists, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("figures", nargs="*", metavar="FIGURE", help="one or more of the figures below, or all")
     parser.add_argument("--list", action="store_true", help="list the figures and presets, and stop")

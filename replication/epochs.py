@@ -25,10 +25,7 @@ COLUMNS = list(VERSIONS)
 def run(preset: Preset, work: Work) -> dict[str, Any]:
     """Long chains with noise along the step, and long trainings; those of Figure 3 if all runs have the same length."""
     chains = [long_chain(preset, name, sigma) for name in VERSIONS for sigma in preset.points(SIGMAS, at_least=(2.0,))]
-    parts = {
-        "scan": chains if preset.long_steps else scan(preset, WIDE),
-        "yardsticks": yardsticks(preset, preset.long),
-    }
+    parts = {"scan": chains if preset.long_steps else scan(preset, WIDE), "yardsticks": yardsticks(preset, preset.long)}
     return {name: lean(rows(work, settings), "groups", "reliability") for name, settings in parts.items()}
 
 

@@ -12,18 +12,7 @@ from replication.fig1 import WIDE
 from replication.fig2b import scan
 from replication.quality import draw_quality, draw_reliability, quality_table, yardsticks
 from replication.rows import VERSIONS, exact_settings, lean, rows, version
-from replication.sections import (
-    RULE,
-    Line,
-    exact_data,
-    health,
-    name_of,
-    of_anchors,
-    seeds_by,
-    select,
-    shown,
-    table,
-)
+from replication.sections import RULE, Line, exact_data, health, name_of, of_anchors, seeds_by, select, shown, table
 from replication.settings import Preset
 from replication.trials import Trial
 from replication.work import Work

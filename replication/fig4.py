@@ -135,11 +135,7 @@ def section(result: dict[str, Any]) -> str:
             f"{shown(full['acceptance'])} on all data, loss at the end {shown(stochastic.get('final_loss'))} and "
             f"{shown(full.get('final_loss'))}."
         )
-    text += [
-        "",
-        _tests(result["tests"], "test"),
-        _tests(result["smaller"], "step"),
-    ]
+    text += ["", _tests(result["tests"], "test"), _tests(result["smaller"], "step")]
     return "\n".join([*text, of_anchors(result.get("anchors", [])), health([*result["rows"].values(), *result["tests"]])])
 
 

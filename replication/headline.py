@@ -38,14 +38,7 @@ from replication.settings import Preset
 from replication.work import Work
 
 TITLE = "The headline: does the spread follow sigma, or lambda?"
-SAMPLERS = (
-    "released",
-    "released, data sum",
-    "printed, data sum",
-    "exact, Theorem 1",
-    "exact, MALA",
-    "exact, underdamped",
-)
+SAMPLERS = ("released", "released, data sum", "printed, data sum", "exact, Theorem 1", "exact, MALA", "exact, underdamped")
 """The released script has lambda times the MEAN loss and no prior; "data sum" is its kernel on the others' target."""
 WIDTHS = (0.1, 0.2, 0.4, 0.7, 1.0)
 """In units of s: sigma of the AdamMCMC samplers, sqrt(2 step_size) of MALA, step_size of the underdamped sampler."""

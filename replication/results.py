@@ -45,13 +45,7 @@ def figure_module(name: str) -> ModuleType:
 
 
 def replicate(
-    figure: str,
-    preset: Preset,
-    folder: str | Path,
-    *,
-    jets: str | Path | None = None,
-    workers: int = 1,
-    progress: bool = True,
+    figure: str, preset: Preset, folder: str | Path, *, jets: str | Path | None = None, workers: int = 1, progress: bool = True
 ) -> dict[str, Any]:
     """Run the missing trials of a figure and write its files.
 

@@ -21,31 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adammcmc import (
-    AdamMCMC,
-    AlwaysAccept,
-    AsReleased,
-    Barker,
-    BurnIn,
-    Callback,
-    Confidence,
-    Event,
-    FullData,
-    Gaussian,
-    Minibatch,
-    NonFiniteLoss,
-    OptimizerMCMC,
-    Penalty,
-    Posterior,
-    Sampler,
-    Sequential,
-    StoreCorrupt,
-    StoreMismatch,
-    Underdamped,
-    UniformBox,
-    from_paper,
-    sample,
-)
+import adammcmc
+from adammcmc import Callback, Event, Posterior
 from adammcmc.acceptance import AcceptanceTest
 from adammcmc.errors import warn
 from adammcmc.jets.features import JetData
@@ -60,12 +37,12 @@ from replication.sghmc import MDECAY, ScaleAdaptedSGHMC, noiseless_share
 METHODS = ("adam", "snapshots", "sgd", "sghmc", "released", "printed", "exact", "ensemble", "dropout")
 CHAINS = ("released", "printed", "exact")
 TESTS: dict[str, Callable[[int], AcceptanceTest]] = {
-    "minibatch": lambda size: Minibatch(),
-    "full": lambda size: FullData(chunk_size=2048),
-    "barker": lambda size: Barker(max(30, size)),
-    "sequential": lambda size: Sequential(0.05, max(30, size)),
-    "confidence": lambda size: Confidence(0.1, None, size),
-    "penalty": lambda size: Penalty(size),
+    "minibatch": lambda size: adammcmc.Minibatch(),
+    "full": lambda size: adammcmc.FullData(chunk_size=2048),
+    "barker": lambda size: adammcmc.Barker(max(30, size)),
+    "sequential": lambda size: adammcmc.Sequential(0.05, max(30, size)),
+    "confidence": lambda size: adammcmc.Confidence(0.1, None, size),
+    "penalty": lambda size: adammcmc.Penalty(size),
 }
 """Acceptance tests by name, as functions of the batch size."""
 
@@ -174,8 +151,9 @@ class Trial:
         """Arguments of `sample`: the members of an ensemble are chains with one draw each, after their last step."""
         if self.method == "ensemble":
             return {"num_chains": self.num_draws, "num_draws": 1, "gap": self.start + self.steps, "burn_in": 0}
-        is_exact = self.method == "exact"
-        burn_in = BurnIn(num_steps=self.burn_in, target_acceptance=self.target_acceptance) if is_exact else self.burn_in
+        burn_in: int | adammcmc.BurnIn = self.burn_in
+        if self.method == "exact":
+            burn_in = adammcmc.BurnIn(num_steps=self.burn_in, target_acceptance=self.target_acceptance)
         num_draws = min(self.num_draws, self.steps - self.burn_in)
         return {"num_draws": num_draws, "gap": (self.steps - self.burn_in) // num_draws, "burn_in": burn_in}
 
@@ -187,11 +165,7 @@ class Trial:
 
 
 def run_trial(
-    trial: Trial,
-    jets: JetSets,
-    device: torch.device,
-    report: Callable[[int, int], None],
-    folder: Path | None = None,
+    trial: Trial, jets: JetSets, device: torch.device, report: Callable[[int, int], None], folder: Path | None = None
 ) -> dict[str, Any]:
     """The record of a trial.
 
@@ -205,7 +179,7 @@ def run_trial(
     began = time.perf_counter()
     try:
         posterior, notes = _resumed(trial, jets, device, report, folder)
-    except NonFiniteLoss as error:
+    except adammcmc.NonFiniteLoss as error:
         what = f"{trial.method} with learning rate {trial.lr:g}, sigma {trial.sigma:g}, seed {trial.seed}"
         raise ValueError(f"{what}: the weights diverged. {error}") from error
     record: dict[str, Any] = {"trial": asdict(trial), "device": device_name(device), "torch": torch.__version__}
@@ -233,7 +207,7 @@ def _resumed(
     """`_run_all`; where the folder is damaged or holds another run, from the beginning."""
     try:
         return _run_all(trial, jets, device, report, folder)
-    except (StoreCorrupt, StoreMismatch) as error:
+    except (adammcmc.StoreCorrupt, adammcmc.StoreMismatch) as error:
         if folder is None or not folder.exists():
             raise
         warn(f"'{folder}' cannot be resumed ({error}): this trial starts again.")
@@ -281,7 +255,7 @@ def _run(
     data = jets.data("train", net, trial.num_jets, batch_size)
     net.train(trial.in_training_mode)
     notes = _Notes(trial, jets.data("test", net), jets.test.kind == 1, report)
-    posterior = sample(
+    posterior = adammcmc.sample(
         net,
         data,
         F.cross_entropy,
@@ -301,17 +275,17 @@ def _run(
 _ADAM = ("adam", "snapshots", "dropout", "ensemble")
 
 
-def _sampler(trial: Trial, net: nn.Module, num_data: int) -> Callable[..., Sampler]:
+def _sampler(trial: Trial, net: nn.Module, num_data: int) -> Callable[..., adammcmc.Sampler]:
     """Makes the sampler from the parameters."""
-    noiseless: dict[str, Any] = {"sigma": 0.0, "acceptance": AlwaysAccept()}
+    noiseless: dict[str, Any] = {"sigma": 0.0, "acceptance": adammcmc.AlwaysAccept()}
     if trial.method in _ADAM:
-        return partial(AdamMCMC, lr=trial.lr, betas=(0.99, 0.99), **noiseless)
+        return partial(adammcmc.AdamMCMC, lr=trial.lr, betas=(0.99, 0.99), **noiseless)
     if trial.method == "sgd":
-        return partial(OptimizerMCMC, optimizer=partial(torch.optim.SGD, lr=trial.lr), **noiseless)
+        return partial(adammcmc.OptimizerMCMC, optimizer=partial(torch.optim.SGD, lr=trial.lr), **noiseless)
     if trial.method == "sghmc":
         sghmc = partial(ScaleAdaptedSGHMC, lr=trial.lr, num_data=num_data, burn_in=trial.burn_in)
-        return partial(OptimizerMCMC, optimizer=sghmc, **noiseless)
-    paper = from_paper(
+        return partial(adammcmc.OptimizerMCMC, optimizer=sghmc, **noiseless)
+    paper = adammcmc.from_paper(
         trial.lam,
         trial.sigma,
         trial.sigma_delta,
@@ -321,15 +295,16 @@ def _sampler(trial: Trial, net: nn.Module, num_data: int) -> Callable[..., Sampl
         batch_size=trial.batch_size,
     )
     if trial.method == "exact":
-        return partial(Underdamped, inverse_temperature=paper.inverse_temperature, prior=Gaussian.fan_in(net, 2.0))
+        prior = adammcmc.Gaussian.fan_in(net, 2.0)
+        return partial(adammcmc.Underdamped, inverse_temperature=paper.inverse_temperature, prior=prior)
     return partial(
-        AsReleased if trial.method == "released" else AdamMCMC,
+        adammcmc.AsReleased if trial.method == "released" else adammcmc.AdamMCMC,
         lr=trial.lr,
         betas=(trial.beta, trial.beta),
         sigma=paper.sigma,
         sigma_along=paper.sigma_along,
         inverse_temperature=paper.inverse_temperature,
-        prior=UniformBox(-_LARGEST, _LARGEST) if trial.method == "printed" else None,
+        prior=adammcmc.UniformBox(-_LARGEST, _LARGEST) if trial.method == "printed" else None,
         acceptance=TESTS[trial.test](trial.batch_size),
     )
 

@@ -120,7 +120,7 @@ class Work:
             self._is_warned = True
             warn(
                 f"preset '{self.preset.name}' needs a GPU and there is none: each trial takes many minutes. "
-                "Use `--preset small` on a CPU.",
+                "Use `--preset small` on a CPU."
             )
         with show_bar(title, show=self.progress) as bar:
             return run_trial(trial, self.jets, self.device, lambda done, total: bar.update(done, total), self._unfinished(name))
