@@ -81,8 +81,7 @@ def draw(result: dict[str, Any]) -> Figure:
                 band(one, shown_band, label=label, is_filled=is_filled, **style)
         first, whole, accuracy = axes
         end = max(max(curves["loss"]["steps"]) for curves in result["curves"].values())
-        first.set_xscale("log")
-        first.set_yscale("log")
+        first.set(xscale="log", yscale="log")
         start = min(curves["loss"]["steps"][0] for curves in result["curves"].values())
         first.set_xlim(start, max(2.0 * start, end / 4))
         first.set_yticks([0.1, 0.2, 0.3, 0.5, 0.7, 1.0], ["0.1", "0.2", "0.3", "0.5", "0.7", "1"])

@@ -75,11 +75,9 @@ def draw(result: dict[str, Any]) -> Figure:
                 points(below, x, [error_of(row["accuracy"]) for row in own], name)
             crosses(above, published.FIG2B_ACCEPTANCE[_published(which)])
             crosses(below, published.FIG2B_ERROR[_published(which)])
-            above.set_title(title)
-            above.set_ylabel("acceptance")
+            above.set(title=title, ylabel="acceptance")
             above.set_ylim(-0.03, 1.03)
-            below.set_ylabel("1 - accuracy of the posterior mean")
-            below.set_xlabel("sigma (nominal)")
+            below.set(ylabel="1 - accuracy of the posterior mean", xlabel="sigma (nominal)")
         legend(figure, axes)
     return figure
 

@@ -68,9 +68,7 @@ def draw(result: dict[str, Any]) -> Figure:
                 for test, colour in (("minibatch", "#d62728"), ("full", "#1f77b4")):
                     curves = result["curves"][f"{scale} | {start} | {test}"]
                     band(one, curves, color=colour, linewidth=1.3, label=f"{test} correction")
-                one.set_title(f"{LABELS[scale]}, {start}")
-                one.set_xlabel("step")
-                one.set_ylabel("training loss of a batch")
+                one.set(title=f"{LABELS[scale]}, {start}", xlabel="step", ylabel="training loss of a batch")
         names = [f"{scale} | {start}" for scale in SCALES for start in STARTS]
         for test, colour, shift in (("minibatch", "#d62728", -0.1), ("full", "#1f77b4", 0.1)):
             values = [result["rows"][f"{name} | {test}"]["acceptance"] for name in names]

@@ -58,13 +58,10 @@ def draw(result: dict[str, Any]) -> Figure:
                         label = f"{LABELS[name]}, {own[0]['setting']['steps']:,} steps"
                         points(one, [row["setting"]["sigma"] for row in own], values, name, label=label, **options)
             crosses(one, published.OOD_BY_SIGMA[title])
-            one.set_xscale("log")
-            one.set_yscale("log")
+            one.set(xscale="log", yscale="log")
             log_ticks(one.xaxis)
             log_ticks(one.yaxis)
-            one.set_title(title)
-            one.set_xlabel("sigma (nominal)")
-            one.set_ylabel("mutual information (nats)")
+            one.set(title=title, xlabel="sigma (nominal)", ylabel="mutual information (nats)")
         _against_sigma(by_sigma, result, "information", "mutual information (nats)")
         _against_sigma(spread_by_sigma, result, "spread", "median spread (75% - 25%)")
         _against_pt(by_pt, result, "by_pt", "mutual information (nats)")
@@ -89,9 +86,7 @@ def _against_sigma(axes: Axes, result: dict[str, Any], what: str, label: str) ->
         points(axes, [row["setting"]["sigma"] for row in rows], [row["others"][kind][what] for row in rows], kind, **style)
     axes.set_xscale("log")
     log_ticks(axes.xaxis)
-    axes.set_title("as printed, batch sum, by kind")
-    axes.set_xlabel("sigma (nominal)")
-    axes.set_ylabel(label)
+    axes.set(title="as printed, batch sum, by kind", xlabel="sigma (nominal)", ylabel=label)
 
 
 def _against_pt(axes: Axes, result: dict[str, Any], what: str, label: str) -> None:
@@ -104,9 +99,7 @@ def _against_pt(axes: Axes, result: dict[str, Any], what: str, label: str) -> No
         style: dict[str, Any] = {"marker": ".", "color": _KIND_COLOURS[kind], "label": kind, "elinewidth": 0.7}
         axes.errorbar(centres, [b[3][0] for b in filled], errors, **style)
     axes.axvspan(550, 650, color="#eeeeee", zorder=0)
-    axes.set_title(f"as printed, batch sum, sigma {WHERE:g}; grey: training")
-    axes.set_xlabel("jet pT (GeV)")
-    axes.set_ylabel(label)
+    axes.set(title=f"as printed, batch sum, sigma {WHERE:g}; grey: training", xlabel="jet pT (GeV)", ylabel=label)
     axes.set_xlim(490, 1030)
     axes.set_ylim(0.0, 1.25 * axes.get_ylim()[1])  # space for the legend
     if rows:
@@ -128,8 +121,7 @@ def _detection(axes: Axes, result: dict[str, Any], what: str, label: str) -> Non
     if methods:
         axes.set_xticks(range(len(methods[0]["others"])), list(methods[0]["others"]), rotation=30)
     axes.axhline(0.5, color="black", linewidth=0.8)
-    axes.set_ylabel(label)
-    axes.set_title(f"told from the test jets, sigma {WHERE:g} (0.5: not at all)")
+    axes.set(ylabel=label, title=f"told from the test jets, sigma {WHERE:g} (0.5: not at all)")
 
 
 COLUMNS = list(VERSIONS)

@@ -46,8 +46,7 @@ def draw_quality(axes: Sequence[Axes], scan: list[dict[str, Any]], yardsticks: l
             own = select(scan, name)
             points(one, [row["setting"]["sigma"] for row in own], [row[what] for row in own], name)
         _levels(one, _single(yardsticks), what)
-        one.set_title(title)
-        one.set_xlabel("sigma (nominal)")
+        one.set(title=title, xlabel="sigma (nominal)")
     axes[0].set_ylabel(f"on test jets, {scan[0]['setting']['steps']:,} steps")
 
 
@@ -65,8 +64,7 @@ def draw_reliability(axes: Sequence[Axes], scan: list[dict[str, Any]], yardstick
             one.plot(curve["confidence"], gaps, marker=".", linewidth=1.2, color=colour, label=label)
         one.axhline(0.0, color="black", linewidth=0.8)
         one.set_ylim(-0.4, 0.4)
-        one.set_title(f"reliability: {LABELS.get(name, name)}")
-        one.set_xlabel("mean score of a top")
+        one.set(title=f"reliability: {LABELS.get(name, name)}", xlabel="mean score of a top")
         one.legend(fontsize=8, ncols=1 if name == "yardsticks" else 2)
     axes[0].set_ylabel(f"tops found less promised, {scan[0]['setting']['steps']:,} steps")
 

@@ -99,13 +99,17 @@ def of_acceptance(words: str, rows: Sequence[dict[str, Any]], accepted: float | 
 
 def table(lines: Sequence[Line], columns: Sequence[str]) -> str:
     """Markdown: description, published, one column per sampler, verdict."""
-    head = ["", "published", *(LABELS.get(name, name) for name in columns), "verdict"]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     for line in lines:
         published = f"{line.published:.{line.digits}f}" if isinstance(line.published, float) else line.published or "–"
         ours = [shown(line.ours.get(name), line.digits) for name in columns]
         rows.append([line.what, published, *ours, verdict(line, columns)])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    return markdown(["", "published", *(LABELS.get(name, name) for name in columns), "verdict"], rows) + "\n"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table, without a newline at its end."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def verdict(line: Line, columns: Sequence[str]) -> str:

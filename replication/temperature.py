@@ -46,9 +46,7 @@ def draw(result: dict[str, Any]) -> Figure:
             for name in (*VERSIONS, "exact"):
                 own = select([*result["scan"], *result["exact"]], name)
                 points(one, [row["setting"]["lam"] for row in own], [row[what] for row in own], name)
-            one.set_xscale("log")
-            one.set_xlabel("lambda")
-            one.set_ylabel(title)
+            one.set(xscale="log", xlabel="lambda", ylabel=title)
         axes[0].set_ylim(-0.03, 1.03)
         axes[1].set_yscale("log")
         log_ticks(axes[1].yaxis)

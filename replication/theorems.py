@@ -9,7 +9,7 @@ Gaussian in P dimensions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from adammcmc.kernels.kernel import Info, Kernel
 from adammcmc.target.target import Density
 from replication.convergence import NUM_BINS, Settings, bounds, distance, floor, log_density, starts
 from replication.drawing import COLOURS
+from replication.sections import markdown
 from replication.settings import Preset
 from replication.work import Work
 
@@ -339,7 +340,7 @@ def _verdicts(result: dict[str, Any]) -> str:
             "the proof asks the momenta to be forgotten in one step",
         ),
     ]
-    return _table(("the paper", "here", "same?", "why"), rows)
+    return markdown(("the paper", "here", "same?", "why"), rows)
 
 
 def _table_of_distances(result: dict[str, Any]) -> str:
@@ -357,7 +358,7 @@ def _table_of_distances(result: dict[str, Any]) -> str:
                 f"{curve['acceptance']:.2f}",
             )
         )
-    return _table(("β", "chain", *(f"k = {k}" for k in shown), "last, above the floor", "acceptance"), rows)
+    return markdown(("β", "chain", *(f"k = {k}" for k in shown), "last, above the floor", "acceptance"), rows)
 
 
 def _table_of_energies(result: dict[str, Any]) -> str:
@@ -366,9 +367,4 @@ def _table_of_energies(result: dict[str, Any]) -> str:
         (f"{beta:g}", *(f"{row['ratio']:.4f} ± {row['error']:.4f}" for row in result["bias"] if row["beta"] == beta))
         for beta in BETAS
     ]
-    return _table(("β", *(f"P = {dim}" for dim in dims)), rows)
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return markdown(("β", *(f"P = {dim}" for dim in dims)), rows)
