@@ -535,8 +535,8 @@ MUTANTS = [
     Mutant(
         "a trial that draws in its burn-in",
         "../../replication/trials.py",
-        "is_draw = step > trial.burn_in and (step",
-        "is_draw = (step",
+        '// num_draws, "burn_in": burn_in}',
+        '// num_draws, "burn_in": 0}',
         "tests/replication/test_trials.py",
     ),
     Mutant(
@@ -554,11 +554,25 @@ MUTANTS = [
         "tests/replication/test_trials.py",
     ),
     Mutant(
-        "a trial goes on from a state of another device",
-        "../../replication/checkpoint.py",
-        "if theirs != made_by:",
-        "if False:",
-        "tests/replication/test_checkpoint.py",
+        "a trial that continues a run of another device",
+        "../../replication/work.py",
+        'made_by = {"device": device_name(self.device), ',
+        "made_by = {",
+        "tests/replication/test_trials.py",
+    ),
+    Mutant(
+        "a trial whose checkpoints forget their own step",
+        "../../replication/trials.py",
+        "self._note(self._event)  # a checkpoint",
+        "pass  # a checkpoint",
+        "tests/replication/test_trials.py",
+    ),
+    Mutant(
+        "callbacks that start afresh when a run is resumed",
+        "runs/callbacks.py",
+        "callback.load_state_dict(chain, state)",
+        "pass",
+        "tests/test_callbacks.py",
     ),
     Mutant(
         "long runs with the burn-in of short ones",
