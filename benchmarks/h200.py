@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from adammcmc import MALA, AdamMCMC, Gaussian, Underdamped
 from adammcmc.backends.streams import streams
 from adammcmc.jets import JetData, ParticleNet, ParticleNetLite, bundled, read_jets
-from adammcmc.samplers.stacked import StackedSampler, setup_of
+from adammcmc.samplers.stacked import StackedChains, setup_of
+from adammcmc.samplers.stacked import stack as stack_chains
 from benchmarks.step_cost import network
 from benchmarks.timing import Step, captured, machine, medians
 
@@ -182,17 +183,17 @@ def mlp(device: torch.device, repeats: int, batch_size: int, fixed: bool) -> dic
     for _ in range(8):
         sampler.step(loss, (x, y))
     # the device's share of a step: the host's books are not kept, so this chain is of no further use
-    steps["AdamMCMC, graph alone"] = next(iter(sampler._captures._graphs.values())).graph.replay
+    steps["AdamMCMC, graph alone"] = next(iter(sampler.chains.graphs._graphs.values())).graph.replay
     return medians(steps, device, repeats)
 
 
-def stack(model: nn.Module, count: int, device: torch.device, loss: Callable[..., Tensor], num_data: int) -> StackedSampler:
+def stack(model: nn.Module, count: int, device: torch.device, loss: Callable[..., Tensor], num_data: int) -> StackedChains:
     """Chains of Algorithm 1 that differ in sigma: a scan."""
     samplers = [
         AdamMCMC(model.parameters(), lr=1e-3, num_data=num_data, sigma=3e-4 * (1 + i / 256), sigma_along=2.0)
         for i in range(count)
     ]
-    return StackedSampler(
+    return stack_chains(
         samplers[0], model, loss, [setup_of(sampler, model) for sampler in samplers], streams(list(range(count)), device)
     )
 

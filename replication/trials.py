@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -245,7 +245,7 @@ def _run_all(
 
 def _network(trial: Trial, seed: int, device: torch.device) -> ParticleNet:
     precision: Any = trial.precision
-    return Tagger(Training(network=trial.network, seed=seed), device=device, precision=precision).net
+    return Tagger(Training(network=cast(Any, trial.network), seed=seed), device=device, precision=precision).net
 
 
 def _run(

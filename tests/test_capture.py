@@ -29,8 +29,8 @@ from adammcmc import (
     UniformBox,
     sample,
 )
-from adammcmc.backends.graphs import Captures, _no_collection
-from adammcmc.target.target import Target
+from adammcmc.backends.graphs import Captured, _no_collection
+from adammcmc.target.potential import Target
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -117,7 +117,7 @@ def test_a_captured_chain_is_the_usual_one(name: str, layers: str) -> None:
     usual, first = chain(SAMPLERS[name], models[0], data, captured=False)
     graphs, second = chain(SAMPLERS[name], models[1], data, captured=True)
     if DEVICE == "cuda":
-        assert second._captures._graphs, "nothing was captured"
+        assert second.chains.graphs._graphs, "nothing was captured"
     accepted = 0
     for (state, info, value), (other, found, loss) in zip(usual, graphs, strict=True):
         for a, b in zip(state, other, strict=True):
@@ -316,7 +316,7 @@ def test_a_compiled_loss_is_captured() -> None:
 
         for batch in itertools.islice(itertools.cycle(batches()), 12):
             sampler.step(loss, batch)
-        assert sampler._captures._graphs
+        assert sampler.chains.graphs._graphs
         ends.append([p.detach().clone() for p in model.parameters()])
     for a, b in zip(*ends, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
@@ -341,14 +341,14 @@ def test_stacked_chains_are_captured_too(name: str, layers: str, monkeypatch: py
 
     def draws() -> tuple[Any, int]:
         seen = []
-        whole = Captures.step
+        whole = Captured.step
 
-        def step(self: Captures, *arguments: Any) -> torch.Tensor:
+        def step(self: Captured, *arguments: Any) -> torch.Tensor:
             seen.append(self)
             return whole(self, *arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Captures, "step", step)
+            patch.setattr(Captured, "step", step)
             posterior = sample(network(layers), (inputs, targets), F.cross_entropy, sampler=factories[name], **options)
         return [list(draw.values()) for draw in posterior], max(len(c._graphs) for c in seen)
 
@@ -381,7 +381,7 @@ def test_after_eval_another_graph_is_captured(layers: str) -> None:
         with torch.no_grad():
             wanted = loss(batch)
         torch.testing.assert_close(sampler.step(loss, batch), wanted, rtol=1e-4, atol=1e-5)
-    assert len(sampler._captures._graphs) == 2
+    assert len(sampler.chains.graphs._graphs) == 2
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
 
 
@@ -454,11 +454,11 @@ def test_whatever_changes_is_looked_into_before_the_next_replay(change: str) -> 
     x, y = batches(1)[0]
     for _ in range(2):
         sampler.step(lambda: F.cross_entropy(model(x), y))
-    sampler._clock_at = sampler.num_steps  # as after a replay
-    before = sampler._token()
-    assert sampler._token() == before
+    sampler.chains._clock_at = sampler.num_steps  # as after a replay
+    before = sampler.chains.token()
+    assert sampler.chains.token() == before
     CHANGES[change](model, sampler)
-    assert sampler._token() != before
+    assert sampler.chains.token() != before
 
 
 def test_nothing_is_collected_during_a_capture() -> None:
@@ -486,7 +486,7 @@ def test_the_graph_of_a_sampler_that_is_gone_spoils_no_other() -> None:
 
         for _ in range(8):
             sampler.step(loss, batch)
-        assert sampler._captures._graphs
+        assert sampler.chains.graphs._graphs
         return sampler, model
 
     before = gc.get_threshold()

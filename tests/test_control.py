@@ -144,7 +144,7 @@ def test_a_million_rows_in_float32_are_off_by_less_than_a_thousandth(order: int)
         examples=TensorExamples(losses, x, y),
     )
     sampler.use_control_variate(order)
-    door = sampler._potential(sampler._layout(), [lambda: losses(x[:1], y[:1])])
+    door = sampler.network.potential([lambda: losses(x[:1], y[:1])], None, None)
     density = DataDensity(logistic, x, y, batch_size=1, control_variate=ControlVariate(at, order))
     changes = logistic(there.double(), x.double(), y.double()) - logistic(here.double(), x.double(), y.double())
     foreseen = float(taylor(at.double(), here.double(), there.double(), x.double(), y.double(), order))

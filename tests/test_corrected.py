@@ -351,7 +351,7 @@ def test_weights_that_someone_moved_are_evaluated_again() -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.5)
-    mask = sampler._memory.mask[0].clone()
+    mask = sampler.chains.memory.mask[0].clone()
     losses = examples_of(model).losses(slice(None)).detach()
     returned = sampler.step()
     torch.testing.assert_close(float(returned), float(losses[mask].mean()))

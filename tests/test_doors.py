@@ -163,8 +163,8 @@ def test_burn_in_with_barker_reaches_a_rate_that_barker_has() -> None:
     for k in range(150):
         sampler.step(closure(model, slice(k % 2 * 32, k % 2 * 32 + 32)))
     assert not sampler.is_adapting
-    assert sampler._adaptation is not None
-    assert sampler._adaptation.target == pytest.approx(Barker().rate_like(0.85))
+    assert sampler.chains.adaptation is not None
+    assert sampler.chains.adaptation.target == pytest.approx(Barker().rate_like(0.85))
 
 
 def test_health_does_not_take_corrected_noise_for_heat() -> None:
@@ -224,8 +224,8 @@ def test_the_control_variate_of_a_network_has_its_derivatives_at_the_reference(o
     sampler = mala(model, acceptance=Minibatch(10), examples=examples(model))
     sampler.use_control_variate(order)
     reference = copy.deepcopy(model)
-    packing = sampler._layout()
-    potential = sampler._potential(packing, [closure(model)])
+    packing = sampler.layout()
+    potential = sampler.network.potential([closure(model)], None, None)
     generator = torch.Generator().manual_seed(0)
     moves = [[p.detach() + 0.1 * torch.randn(p.shape, generator=generator) for p in model.parameters()] for _ in range(2)]
     here, there = (packing.join(move) for move in moves)
@@ -399,7 +399,7 @@ def test_sample_takes_the_control_variate_of_a_factory(tmp_path: Path) -> None:
 
     whole = run(6)
     start = list(network().parameters())
-    used = [sampler._reference for sampler in made if sampler.num_steps > 0]
+    used = [sampler.reference for sampler in made if sampler.num_steps > 0]
     assert len(used) == 2
     for reference in used:
         assert reference is not None

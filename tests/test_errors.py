@@ -226,7 +226,7 @@ def test_a_repaired_chain_continues_from_its_weights() -> None:
         model = network(torch.float64)
         sampler = mala(model, **options, **full_data(model))
         sampler.step(closure(model))
-        sampler._here = sampler._carry = None
+        sampler.chains.here = sampler.chains.carry = None
         sampler.step(lambda: closure(model)() * math.inf)  # noqa: B023
         sampler.unfreeze()
         sampler.step(closure(model))

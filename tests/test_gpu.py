@@ -129,8 +129,9 @@ def test_the_two_doors_agree_bit_for_bit(dtype: torch.dtype) -> None:
         return (2 * x - x.exp()).sum(1)
 
     options = {"sigma": 0.007, "sigma_along": 1.5}
-    sampler = AdamMCMC([p], 1e-3, num_data=1, fixed_data=True, generator=torch.Generator("cuda").manual_seed(1), **options)
-    sampler._one_pass_devices = ()  # whose noise is another: see test_onepass.py
+    sampler = AdamMCMC(
+        [p], 1e-3, num_data=1, fixed_data=True, generator=torch.Generator("cuda").manual_seed(1), fused=False, **options
+    )
     path = []
     for _ in range(30):
         sampler.step(lambda: -log_density(p[None])[0])
@@ -261,7 +262,7 @@ def test_tests_that_choose_their_examples(test: Any) -> None:
         sampler.use_control_variate()
     for _ in range(5):
         sampler.step(lambda: F.cross_entropy(model(inputs[:64]), targets[:64]))
-    assert "looks at sums on the way" in (sampler._why_not_captured() or "")
+    assert "reads partial sums on the host" in (sampler.chains.why_not_captured() or "")
 
 
 def test_bfloat16_weights_and_autocast() -> None:
@@ -340,7 +341,7 @@ def test_a_draw_is_the_function_that_was_sampled_and_leaves_captured_steps_alone
 def test_two_evaluations_at_one_point_agree_on_the_device() -> None:
     model, x, y = stateful()
     sampler = AdamMCMC(model.parameters(), lr=0.0, num_data=256, sigma=1e-30)
-    sampler._check_resolution = lambda packing: None  # type: ignore[method-assign]
+    sampler.parameters.check_noise = lambda sigmas, name: None  # type: ignore[method-assign]
     with torch.backends.cudnn.flags(deterministic=True):
         for _ in range(5):
             sampler.step(lambda: F.cross_entropy(model(x), y))

@@ -114,7 +114,7 @@ def test_a_million_parameters_in_float32_agree_with_float64(nominal_sigma: float
     assert abs(float(proposal.log_q_ratio(single) - proposal.log_q_ratio(double))) < 1e-4
     langevin = Langevin(proposal.sigma, proposal.sigma_along)
     reverse = 0.9 * update + 7e-6
-    exact = Move((theta,), (update,), (single.noise[0].double(),), single.along, ())
+    exact = Move((theta,), (), (update,), (single.noise[0].double(),), single.along)
     ratios = langevin.log_q_ratio(single, (reverse.float(),)), langevin.log_q_ratio(exact, (reverse,))
     torch.testing.assert_close(*ratios, rtol=1e-6, atol=1e-4)
 

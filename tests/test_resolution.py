@@ -133,7 +133,7 @@ def test_measuring_changes_no_chain_and_full_data_are_measured_on_all_examples()
         examples = TensorExamples(lambda x, y, model=model: in_bfloat16(model, x, y, "none"), X, Y)
         sampler = underdamped(model, num_data=64, acceptance=FullData(chunk_size=30), examples=examples)
         if not threshold:
-            sampler._measure_resolution = lambda potential: None  # type: ignore[method-assign]
+            sampler.chains._measure_resolution = lambda potential: None  # type: ignore[method-assign]
         for i in range(4):
             rows = slice(16 * i, 16 * i + 16)
             sampler.step(lambda rows=rows, model=model: in_bfloat16(model, X[rows], Y[rows]))

@@ -53,7 +53,8 @@ from adammcmc.backends.streams import streams
 from adammcmc.jets import ParticleNetLite
 from adammcmc.runs.engines import prefers_stack
 from adammcmc.samplers.closure import ClosurePotential
-from adammcmc.samplers.stacked import CannotStack, StackedPotential, StackedSampler, setup_of
+from adammcmc.samplers.stacked import CannotStack, StackedChains, StackedPotential, setup_of
+from adammcmc.samplers.stacked import stack as stack_chains
 from adammcmc.target.likelihood import Loss
 
 X = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
@@ -81,7 +82,7 @@ def largest_difference(a: Posterior, b: Posterior) -> float:
     return max(float((x - y).abs().max()) for x, y in pairs)
 
 
-def stack_of(model: nn.Module, sampler: Any, num_chains: int = 3, **options: Any) -> StackedSampler:
+def stack_of(model: nn.Module, sampler: Any, num_chains: int = 3, **options: Any) -> StackedChains:
     """Chains whose weights differ."""
     made = sampler(list(model.named_parameters()), num_data=96, **options)
     setups = []
@@ -90,7 +91,7 @@ def stack_of(model: nn.Module, sampler: Any, num_chains: int = 3, **options: Any
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.1 * torch.randn_like(p))
-    return StackedSampler(made, model, Loss(F.cross_entropy), setups, streams(range(num_chains), torch.device("cpu")))
+    return stack_chains(made, model, Loss(F.cross_entropy), setups, streams(range(num_chains), torch.device("cpu")))
 
 
 # --- a chain of a stack is the chain alone --------------------------------------------------------------------------------
@@ -201,8 +202,8 @@ def test_dropout_has_one_mask_for_both_sides_and_another_for_each_chain() -> Non
     """With steps of length zero, the loss of a chain is the same at both ends of a step, and differs between equal chains."""
     model = network(dropout=0.5)
     made = AdamMCMC(model.named_parameters(), lr=0.0, sigma=1e-30, num_data=96)
-    made._check_resolution = lambda packing: None  # type: ignore[method-assign]
-    stack = StackedSampler(
+    made.parameters.check_noise = lambda sigmas, name: None  # type: ignore[method-assign]
+    stack = stack_chains(
         made, model, Loss(F.cross_entropy), [setup_of(made, model)] * 3, streams(range(3), torch.device("cpu"))
     )
     stack.try_out((X, Y))
@@ -297,23 +298,23 @@ PRIORS: list[Prior] = [
 def test_the_target_of_each_chain_is_that_of_a_closure(prior: Prior) -> None:
     model = network(dtype=torch.float64)
     stack = stack_of(model, partial(ALGORITHM_1, prior=prior, inverse_temperature=0.3))
-    potential = StackedPotential(stack, (X.double(), Y))
-    found = potential.evaluate(stack.params, with_grad=True)
+    potential = StackedPotential(stack.stack, (X.double(), Y))
+    found = potential.evaluate(stack.stack.params, with_grad=True)
     assert found.grad is not None
     inside = []
     for c in range(3):
         stack.place(c)
         made = partial(ALGORITHM_1, prior=prior, inverse_temperature=0.3)(list(model.named_parameters()), num_data=96)
-        packing = made._layout()
+        packing = made.layout()
         leaves = packing.pack([p.detach() for p in packing.params], packing.new())
         alone = ClosurePotential(
             [lambda: F.cross_entropy(model(X.double()), Y, reduction="none")],
             packing,
             target=made.target,
             examples=None,
-            layers=made._layers,
+            layers=made.network.layers,
             fixed=False,
-            name=made._name,
+            name=made.name,
         ).evaluate(leaves, with_grad=True)
         assert alone.grad is not None
         torch.testing.assert_close(found.losses[c], alone.losses[0])
@@ -555,7 +556,7 @@ def test_one_bad_chain_does_not_touch_the_others() -> None:
     stack = stack_of(network(), ALGORITHM_1)
     stack.params[0][1] = math.inf
     stack.step((X, Y))
-    assert stack._frozen_at.tolist() == [-1, 0, -1]
+    assert stack.frozen_at.tolist() == [-1, 0, -1]
     assert all(bool(leaf[0].isfinite().all()) and bool(leaf[2].isfinite().all()) for leaf in stack.params)
     with pytest.raises(NonFiniteLoss, match="1 of 3 chains; the first is chain 1, at step 0"):
         stack.step((X, Y))
@@ -708,7 +709,7 @@ def test_chains_may_differ_in_settings_only() -> None:
         other = ALGORITHM_1(params, num_data=96, **options)
         setups = [setup_of(plain, model), setup_of(other, model)]
         with pytest.raises(CannotStack, match=f"`{name}` differs between the chains"):
-            StackedSampler(plain, model, Loss(F.cross_entropy), setups, streams([0, 1], torch.device("cpu")))
+            stack_chains(plain, model, Loss(F.cross_entropy), setups, streams([0, 1], torch.device("cpu")))
 
 
 def test_a_draw_is_a_copy_and_refused_while_settings_change() -> None:

@@ -12,7 +12,8 @@ from adammcmc import AdamMCMC, Gaussian
 from adammcmc.backends.streams import streams
 from adammcmc.jets import Cloud, JetData, Jets, ParticleNet, ParticleNetLite, bundled, cloud_of, padded_inputs, read_jets
 from adammcmc.jets.tagger import Tagger, Training
-from adammcmc.samplers.stacked import StackedSampler, setup_of
+from adammcmc.samplers.stacked import setup_of
+from adammcmc.samplers.stacked import stack as stack_chains
 from adammcmc.target.likelihood import Loss
 
 pytestmark = [
@@ -125,7 +126,7 @@ def test_chains_of_jets_run_at_once_without_waiting(jets: Jets, sync_mode: None)
     data = JetData(jets, 64, device="cuda", num_neighbours=7, capacity="auto")  # one shape, so that steps are captured
     sampler = AdamMCMC(net.named_parameters(), lr=1e-4, sigma=1e-3, sigma_along=2.0, num_data=len(jets), prior=Gaussian())
     setups = [setup_of(sampler, net)] * 5
-    stack = StackedSampler(sampler, net, Loss(F.cross_entropy), setups, streams(range(5), torch.device("cuda")))
+    stack = stack_chains(sampler, net, Loss(F.cross_entropy), setups, streams(range(5), torch.device("cuda")))
     stack.try_out(next(data))
     for _ in range(8):
         stack.step(next(data))

@@ -52,14 +52,13 @@ def scored(jets: int = 400, *, ties: bool = True, seed: int = 0) -> tuple[Tensor
 def prediction(raw: Tensor) -> Prediction:
     """What draws (draws, jets) of the signal's probability say."""
     both = torch.stack([1 - raw, raw], -1)
-    quantiles = {q: both.quantile(q, 0) for q in (0.25, 0.5, 0.75)}
+    columns: dict[Any, Tensor] = {q: both.quantile(q, 0) for q in (0.25, 0.5, 0.75)}
     mean = both.mean(0)
     entropy, expected = -(mean * mean.log()).sum(-1), -(both * both.log()).sum(-1).mean(0)
     again = partial(both.quantile, dim=0)
     variance = both.var(0, correction=0)
-    return Prediction(
-        Likelihood("categorical"), len(raw), mean, variance, None, both, quantiles, again, None, entropy, expected
-    )
+    columns |= {"entropy": entropy, "expected_entropy": expected}
+    return Prediction(Likelihood("categorical"), len(raw), mean, variance, None, both, None, columns, again)
 
 
 def predicted(jets: Jets, seed: int = 0) -> Prediction:

@@ -253,6 +253,7 @@ def _unknown(like: Tensor) -> Tensor:
 
 
 def mean_loss(evaluation: Evaluation) -> Tensor:
+    """The mean loss of each chain, (chains,)."""
     losses = evaluation.losses
     return losses if losses.dim() == 1 else losses.mean(1)
 

@@ -74,13 +74,14 @@ class Callback:
 
 
 def callback_states(callbacks: Sequence[Callback], chains: Sequence[int]) -> list[Any]:
-    """The states of all callbacks, each with its class: part of a checkpoint."""
-    return [[type(callback).__name__, [callback.state_dict(chain) for chain in chains]] for callback in callbacks]
+    """The states of callbacks that have one, each with its class: part of a checkpoint."""
+    return [[type(c).__name__, [c.state_dict(chain) for chain in chains]] for c in callbacks if c.overrides("state_dict")]
 
 
 def load_callback_states(callbacks: Sequence[Callback], chains: Sequence[int], states: Sequence[Any]) -> None:
     """Restore each callback whose class had a state at its place; a callback that is new to the run starts afresh."""
-    for callback, (name, own) in zip(callbacks, states, strict=False):
+    with_state = [callback for callback in callbacks if callback.overrides("state_dict")]
+    for callback, (name, own) in zip(with_state, states, strict=False):
         if type(callback).__name__ == name:
             for chain, state in zip(chains, own, strict=True):
                 callback.load_state_dict(chain, state)

@@ -625,11 +625,12 @@ class Chains:
             raise ValueError("the state was saved on another kind of device: its random numbers cannot be continued here.")
         state = _pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
         there = _pytree.tree_map_only(Tensor, lambda x: x.to(self.device), {key: state[key] for key in _ON_DEVICE})
+        kernel = self.kernel()  # first: packing the parameters anew drops what is cached
         self.generator.set_state(state["generator"].cpu())
         self.num_steps, self.here, self.carry, self._info = state["num_steps"], None, there["count"], None
         self.sum_acceptance, self.frozen_at = there["sum_acceptance"], there["frozen_at"]
         self._frozen_on_host.copy_(self.frozen_at)
-        self.memory = None if there["memory"] is None else self.kernel().restored(there["memory"])
+        self.memory = None if there["memory"] is None else kernel.restored(there["memory"])
         self.resolution = Resolution(*state["resolution"]) if state["resolution"] else None
         if state["adaptation"] is not None:
             assert self.adaptation is not None

@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 from adammcmc.acceptance import Minibatch
-from adammcmc.backends.fused import InPlaceAdamMCMC, Workspace
+from adammcmc.backends.workspace import Workspace
 from adammcmc.kernels import AdamMCMCKernel
 from adammcmc.kernels.direction import Adam, AdamMemory
+from adammcmc.kernels.kernel import ChainState
 from adammcmc.kernels.proposal import Prolate
 from adammcmc.samplers.packing import Packing
 from adammcmc.target.leaves import blocks, inner, select, standard_normal
-from adammcmc.target.target import Evaluation
+from adammcmc.target.potential import Evaluation
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -26,11 +27,12 @@ def test_in_place_and_pure_propose_the_same_bits(sizes: tuple[int, ...], dtype: 
     options = [0.01] * len(sizes), [(0.9, 0.99)] * len(sizes), [1e-8] * len(sizes)
     parts = Adam(*options), Prolate([0.1 + i for i in range(len(sizes))], 1.5), Minibatch()
     here = Evaluation(torch.ones(1), torch.zeros(1), grad)
-    expected, expected_memory = AdamMCMCKernel(*parts).propose(params, here, memory, torch.Generator().manual_seed(9))
+    generator, frozen_at = torch.Generator().manual_seed(9), torch.full((1,), -1)
+    state = ChainState(params, memory, None, None, 0, frozen_at)
+    expected, expected_memory = AdamMCMCKernel(*parts)._propose(params, here, state, generator)
     fresh = AdamMemory(tuple(x.clone() for x in m1), tuple(x.clone() for x in m2), memory.step)
-    work = Workspace((tuple(map(torch.empty_like, params)), tuple(map(torch.empty_like, params))))
-    fast = InPlaceAdamMCMC(*parts, workspace=work)
-    move, new_memory = fast.propose(params, here, fresh, torch.Generator().manual_seed(9))
+    work = Workspace(tuple(map(torch.empty_like, params)))
+    move, new_memory = work.propose(AdamMCMCKernel(*parts), params, here, fresh, torch.Generator().manual_seed(9), frozen_at)
     for a, b in zip(move.proposed, expected.proposed, strict=True):
         assert torch.equal(a, b)
     for field, other in zip(new_memory, expected_memory, strict=True):
@@ -43,14 +45,14 @@ def test_in_place_and_pure_propose_the_same_bits(sizes: tuple[int, ...], dtype: 
 def test_what_is_not_finite_does_not_reach_the_moments_in_place(bad: str) -> None:
     params = (torch.zeros(1, 4),)
     memory = AdamMemory((torch.ones(1, 4),), (torch.ones(1, 4),), (1,))
-    work = Workspace((params, tuple(map(torch.empty_like, params))))
-    kernel = InPlaceAdamMCMC(Adam(0.1), Prolate(0.1), Minibatch(), workspace=work)
+    work = Workspace(tuple(map(torch.empty_like, params)))
+    kernel = AdamMCMCKernel(Adam(0.1), Prolate(0.1), Minibatch())
     here = Evaluation(
         torch.tensor([torch.inf if bad == "loss" else 1.0]),
         torch.tensor([-torch.inf if bad == "prior" else 0.0]),
         (torch.tensor([[1.0, torch.nan if bad == "grad" else 1.0, 0, 0]]),),
     )
-    kernel.propose(params, here, memory, torch.Generator())
+    work.propose(kernel, params, here, memory, torch.Generator(), torch.full((1,), -1))
     assert torch.equal(memory.exp_avg[0], torch.ones(1, 4))
 
 
@@ -108,21 +110,22 @@ def test_packing_handles_other_memory_layouts() -> None:
 def test_noise_drawn_ahead_is_the_noise_drawn_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for cores in (1, 64):  # none free, many free
-        monkeypatch.setattr("adammcmc.backends.fused._num_cores", lambda cores=cores: cores)
-        memory = tuple((torch.zeros(1, 100_003), torch.zeros(1, 7)) for _ in range(2))
-        work = Workspace(memory)  # type: ignore[arg-type]
+        monkeypatch.setattr("adammcmc.backends.workspace._num_cores", lambda cores=cores: cores)
+        params = torch.zeros(1, 100_003), torch.zeros(1, 7)
+        work, kernel = Workspace(params), AdamMCMCKernel(Adam(0.1), Prolate(0.1), Minibatch())
         generator = torch.Generator().manual_seed(4)
-        with work.draw_ahead(generator):
-            along, noise = work.noise(generator)
-        results.append((along, *(x.clone() for x in noise), generator.get_state()))
+        here = Evaluation(torch.ones(1), torch.zeros(1), tuple(torch.ones_like(x) for x in params))
+        with work.ahead(generator):
+            move, _ = work.propose(kernel, params, here, kernel.first_memory(params), generator, torch.full((1,), -1))
+        results.append((move.along, *(x.clone() for x in move.noise), generator.get_state()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_an_error_in_the_loss_leaves_nobody_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adammcmc.backends.fused._num_cores", lambda: 64)
-    work = Workspace(((torch.zeros(1, 1_000_000),), (torch.zeros(1, 1_000_000),)))
+    monkeypatch.setattr("adammcmc.backends.workspace._num_cores", lambda: 64)
+    work = Workspace((torch.zeros(1, 1_000_000),))
     generator = torch.Generator().manual_seed(0)
-    with pytest.raises(KeyError), work.draw_ahead(generator):
+    with pytest.raises(KeyError), work.ahead(generator):
         raise KeyError
     before = generator.get_state()
     assert torch.equal(before, generator.get_state())
