@@ -29,9 +29,9 @@ import triton
 from torch import Tensor, nn
 
 from adammcmc import MALA, AdamMCMC, Gaussian, Underdamped
+from adammcmc.backends.streams import streams
 from adammcmc.jets import JetData, ParticleNet, ParticleNetLite, bundled, read_jets
 from adammcmc.samplers.stacked import StackedSampler, setup_of
-from adammcmc.target.randomness import streams
 from benchmarks.step_cost import network
 from benchmarks.timing import Step, captured, machine, medians
 

@@ -1,4 +1,4 @@
-"""Draws pictures of the documentation: python docs/pictures.py (the idea, the choices).
+"""Draw figures of the documentation: python docs/pictures.py (the idea and the two decision diagrams).
 
 The others: adammcmc demo --output docs/assets/top_tagging.png, python examples/irises.py --output docs/assets/irises.png,
 python -m benchmarks.networks two-sided, and python -m benchmarks.jets_real.
@@ -25,14 +25,14 @@ def log_density(x: Tensor) -> Tensor:
 
 
 def draw_idea() -> None:
-    """One step from theta, many times: noise of one size all around, and noise stretched along the step."""
+    """Proposals of one step from theta: isotropic noise, and noise stretched along the step."""
     theta, update = torch.tensor([[-1.9, 1.75]]).double(), torch.tensor([[-0.85, 0.75]]).double()
     n = 400
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
     x, y = torch.linspace(-3.2, 2.2, 200).double(), torch.linspace(-1.6, 3.2, 200).double()
     level = log_density(torch.cartesian_prod(x, y)).reshape(200, 200).T
-    titles = {0.0: "Noise all around", 1.2: "Noise stretched along the step (prolate)"}
+    titles = {0.0: "Isotropic noise", 1.2: "Noise stretched along the step (prolate)"}
     for panel, (sigma_along, title) in zip(panels, titles.items(), strict=True):
         proposal = Prolate(0.16, sigma_along)
         move = proposal.propose((theta.expand(n, 2),), (update.expand(n, 2),), torch.Generator().manual_seed(2))
@@ -50,7 +50,8 @@ def draw_idea() -> None:
         panel.plot(*theta.T, "o", color="black", markersize=7)
         panel.text(-2.1, 1.95, r"$\theta$", fontsize=15, ha="right")
         panel.text(-1.05, 1.3, r"$-u$ (Adam)", fontsize=11)
-        panel.set_title(f"{title}\nq(back) / q(there) = {back:.2g} (median), accepted {float(rate.mean()):.0%}", fontsize=11)
+        numbers = f"q(reverse) / q(forward) = {back:.2g} (median), accepted {float(rate.mean()):.0%}"
+        panel.set_title(f"{title}\n{numbers}", fontsize=11)
         panel.set(aspect="equal", xlim=(-3.2, 2.2), ylim=(-1.6, 3.2))
         panel.set_xticks([])
         panel.set_yticks([])
@@ -59,7 +60,7 @@ def draw_idea() -> None:
 
 
 def diagram(width: float, height: float) -> tuple[Figure, Callable[..., None], Callable[..., None]]:
-    """An empty page with coordinates of 100 by 56, and what draws a box and an arrow on it."""
+    """An empty figure with coordinates of 100 by 56, and functions that draw a box and an arrow on it."""
     figure = Figure(figsize=(width, height))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, 100), ylim=(0, 56))
@@ -79,17 +80,17 @@ def diagram(width: float, height: float) -> tuple[Figure, Callable[..., None], C
 
 
 def draw_choice() -> None:
-    """Which sampler for whom."""
+    """Choosing a sampler."""
     figure, box, arrow = diagram(11.5, 5.6)
     question, exact, approximate, released = "#EAF2FB", "#CDEBD8", "#FBE6C8", "#EEDDDD"
-    box(50, 51, "Must the draws be those of the posterior,\nor is a fast approximation enough?", question)
-    box(26, 37, "Does one gradient of all data\nfit your budget at each step?", question)
-    box(78, 37, "What for?", question)
-    box(14, 20, "Underdamped(fixed_data=True)\nexact, tunes itself, 1 gradient\n(recommended)", exact)
+    box(50, 51, "Do you need exact draws from the posterior,\nor is a fast approximation enough?", question)
+    box(26, 37, "Can you afford a full-data\ngradient at each step?", question)
+    box(78, 37, "For what purpose?", question)
+    box(14, 20, "Underdamped(fixed_data=True)\nexact, self-tuning, 1 gradient\n(recommended)", exact)
     box(40, 20, "Underdamped(acceptance=FullData(),\nexamples=...)\nexact, minibatch gradients,\n1 forward of all data", exact)
     box(66, 20, "Underdamped(\nacceptance=AlwaysAccept())\nunadjusted: any batch, 1 gradient", approximate)
     box(89, 20, "AdamMCMC\nAlgorithm 1 as printed:\nfollows Adam, too cold", approximate)
-    box(27, 5, "MALA: the same, 4 to 8 times slower on networks\nExactAdamMCMC: Theorem 1, for those who study it", "#F4F4F4")
+    box(27, 5, "MALA: also exact, 4 to 8 times slower on networks\nExactAdamMCMC: Theorem 1, for study", "#F4F4F4")
     box(78, 5, "AsReleased: only to replicate\nthe published figures", released)
     arrow((42, 48), (28, 41), "exact")
     arrow((58, 48), (76, 40), "approximate")
@@ -97,34 +98,34 @@ def draw_choice() -> None:
     arrow((30, 33.3), (39, 25.5), "no")
     arrow((75, 35), (67, 24.6), "error bars")
     arrow((81, 35), (88, 24.6), "the paper's algorithm")
-    arrow((88, 15.8), (82, 8), "its code")
+    arrow((88, 15.8), (82, 8), "its released code")
     figure.savefig(ASSETS / "choosing.png", dpi=120)
 
 
 def draw_tests() -> None:
-    """Which acceptance test for whom."""
+    """Choosing an acceptance test."""
     figure, box, arrow = diagram(12.5, 6.6)
     question, exact, near, rough = "#EAF2FB", "#CDEBD8", "#E6F2D5", "#FBE6C8"
-    box(50, 52, "Can each step look at all data?", question)
+    box(50, 52, "Can you afford a full pass over the data at each step?", question)
     box(15, 41, "FullData()\nexact", exact)
-    box(61, 41, "Do the chains stay near one point,\nat which the losses can be expanded?", question)
-    box(36, 27, "control_variate=ControlVariate(reference)\nand: is a derivative of the loss bounded?", question)
-    box(85, 27, "Is the noise s of the log ratio\nabout 1 on a batch that you can afford?", question)
+    box(61, 41, "Do the chains stay near one point,\nabout which the losses can be expanded?", question)
+    box(36, 27, "Use control_variate=ControlVariate(reference).\nIs a derivative of the loss bounded?", question)
+    box(85, 27, "Is the noise s of the log ratio\nabout 1 on an affordable batch?", question)
     box(15, 10, "Tuna(bound)\nexact, a handful of examples\n(logistic regression,\nlast layer of a network)", exact)
     box(
         43,
         10,
-        "Penalty(batch_size)\nfixed cost, keep s below 1\nBarker(), Sequential(0.01)\nthe batch grows where it must",
+        "Penalty(batch_size)\nfixed cost, keep s below 1\nBarker(), Sequential(0.01)\nthe batch grows if needed",
         near,
     )
     box(69, 10, "Penalty(batch_size)\nBarker()\nrejects more, sd within\na few percent", near)
-    box(90, 10, "shorter steps, more data,\nor a smaller lambda;\nMinibatch() is too wide\nby beta_eff(s)^-1/2", rough)
+    box(90, 10, "shorter steps, a larger batch,\nor a smaller lambda;\nMinibatch() is too wide\nby beta_eff(s)^-1/2", rough)
     arrow((42, 49.6), (19, 43.6), "yes")
     arrow((52, 49.6), (60, 44.6), "no")
     arrow((56, 37.6), (40, 30.6), "yes")
     arrow((67, 37.6), (82, 30.6), "no")
     arrow((30, 23.6), (17, 16.2), "yes")
-    arrow((39, 23.6), (43, 16.2), "no, or not known")
+    arrow((39, 23.6), (43, 16.2), "no, or unknown")
     arrow((81, 23.6), (70, 16.2), "yes")
     arrow((87, 23.6), (90, 16.2), "no")
     figure.savefig(ASSETS / "acceptance.png", dpi=120)

@@ -1,9 +1,9 @@
-"""One posterior, two samplers: a small network on Fisher's irises, by Algorithm 1 and exactly.
+"""One posterior, two samplers: a small network on Fisher's irises, with Algorithm 1 and with an exact kernel.
 
     python examples/irises.py --output irises.png
 
-`AdamMCMC` (approximate) and `Underdamped` (exact) sample the same posterior of the same network, so the picture shows two
-things: where the network is unsure, and how far the approximate sampler is from the truth. It takes about a minute, and needs
+`AdamMCMC` (approximate) and `Underdamped` (exact) sample the same posterior of the same network. The figure shows where the
+network is uncertain, and how far the approximate sampler is from the truth. The script takes about a minute and needs
 scikit-learn, matplotlib and rich: `pip install '.[demo]' scikit-learn`.
 """
 
@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from adammcmc import AdamMCMC, Gaussian, Prediction, sample
 
 CLASSES = ("setosa", "versicolor", "virginica")
-_COLOURS = ("#0072B2", "#E69F00", "#009E73")  # Okabe-Ito: told apart by everyone
+_COLOURS = ("#0072B2", "#E69F00", "#009E73")  # Okabe-Ito: safe for colour blindness
 
 
 class Irises(NamedTuple):
-    """Petal length and width in cm, standardised by `mean` and `scale` where a network sees them."""
+    """Petal length and width in cm; `standardise` scales them for the network by `mean` and `scale`."""
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
@@ -43,7 +43,7 @@ class Irises(NamedTuple):
 
 
 def irises(seed: int = 0) -> Irises:
-    """The data set that ships with scikit-learn: 120 flowers to learn from, 30 to test."""
+    """The data set that ships with scikit-learn: 120 flowers for training, 30 for testing."""
     data = load_iris()
     petals, kind = torch.tensor(data.data[:, 2:], dtype=torch.float32), torch.tensor(data.target)
     order = torch.randperm(len(kind), generator=torch.Generator().manual_seed(seed))
@@ -52,7 +52,7 @@ def irises(seed: int = 0) -> Irises:
 
 
 def train(data: Irises, seed: int = 0) -> tuple[nn.Sequential, torch.optim.Adam]:
-    """A network trained as everyone trains one."""
+    """A network trained with Adam, and its optimizer."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -65,11 +65,11 @@ def train(data: Irises, seed: int = 0) -> tuple[nn.Sequential, torch.optim.Adam]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, sample twice, print a table, draw the picture."""
+    """Train, sample twice, print a table, draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("irises.png"), help="where the picture goes")
-    parser.add_argument("--steps", type=int, default=10_000, help="of each sampler; the first fifth is burn-in")
-    parser.add_argument("--seed", type=int, default=0, help="fixes every random number")
+    parser.add_argument("--output", type=Path, default=Path("irises.png"), help="file of the figure")
+    parser.add_argument("--steps", type=int, default=10_000, help="steps of each sampler; the first fifth is burn-in")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     options = parser.parse_args(argv)
     _run(options.output, options.steps, options.seed)
 
@@ -120,16 +120,16 @@ def _run(output: Path, steps: int, seed: int) -> None:
     right = float((runs["Underdamped"].mean[test].argmax(1) == data.test[1]).float().mean())
     ratio = float(runs["AdamMCMC"].spread.mean() / runs["Underdamped"].spread.mean())
     console.print(
-        f"{right:.0%} of the test flowers right. AdamMCMC's spread is {ratio:.2f} of the exact one: approximate, as it says.",
+        f"Test accuracy {right:.0%}. The spread under AdamMCMC, which is approximate, is {ratio:.2f} of the exact one.",
         soft_wrap=True,
         highlight=False,
     )
     draw_picture(output, data, runs, slice(len(shown) + len(data.test[0]), None), axes)
-    console.print(f"Picture: {output}", highlight=False)
+    console.print(f"Figure: {output}", highlight=False)
 
 
 def _flowers(data: Irises) -> Tensor:
-    """The first test flowers, and one that nobody saw."""
+    """The first test flowers, and one unlike any flower in the data."""
     return torch.cat([data.test[0][:6], torch.tensor([[2.0, 3.0]])])
 
 
@@ -139,7 +139,7 @@ def _grid(data: Irises) -> tuple[Tensor, tuple[Tensor, Tensor]]:
 
 
 def draw_picture(output: Path, data: Irises, runs: dict[str, Prediction], rows: slice, axes: tuple[Tensor, Tensor]) -> None:
-    """Three maps over the petals: the mean prediction, and the spread of either sampler on one colour scale."""
+    """Three maps over the petals: the mean prediction, and the spread of both samplers on one colour scale."""
     figure = Figure(figsize=(13.5, 4.6), layout="constrained")
     panels = figure.subplots(1, 3, sharex=True, sharey=True)
     x, y = axes
@@ -148,12 +148,12 @@ def draw_picture(output: Path, data: Irises, runs: dict[str, Prediction], rows: 
     colours = torch.tensor([to_rgb(c) for c in _COLOURS])
     mean = (runs["Underdamped"].mean[rows] @ colours).reshape(*size, 3).transpose(0, 1)
     panels[0].imshow(mean.clamp(0, 1).numpy(), origin="lower", extent=extent, aspect="auto", alpha=0.75)
-    panels[0].set_title("What the network predicts\n(mean over exact draws)")
+    panels[0].set_title("Prediction of the network\n(mean over exact draws)")
     spreads = {name: run.spread[rows].amax(1).reshape(size).T for name, run in runs.items()}
     top = max(float(s.max()) for s in spreads.values())
     titles = {
-        "AdamMCMC": "How unsure it is, by AdamMCMC\n(Algorithm 1: approximate)",
-        "Underdamped": "How unsure it is, by Underdamped\n(exact)",
+        "AdamMCMC": "Uncertainty by AdamMCMC\n(Algorithm 1: approximate)",
+        "Underdamped": "Uncertainty by Underdamped\n(exact)",
     }
     for panel, (name, spread) in zip(panels[1:], spreads.items(), strict=True):
         image = panel.imshow(spread.numpy(), origin="lower", extent=extent, aspect="auto", cmap="magma", vmin=0, vmax=top)
@@ -170,5 +170,5 @@ def draw_picture(output: Path, data: Irises, runs: dict[str, Prediction], rows: 
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # a network this small gains nothing from more, and loses much where other work is done
+    torch.set_num_threads(1)  # a network this small gains nothing from more, and is slower if cores are shared
     main()

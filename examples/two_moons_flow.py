@@ -1,11 +1,11 @@
-"""Unlabelled data: a normalising flow learns the density of two moons, and its posterior says how well the density is known.
+"""Unlabelled data: a normalising flow learns the density of two moons, and its posterior gives the density an uncertainty.
 
     python examples/two_moons_flow.py --output two_moons.png
 
 Adam trains the flow to its most probable weights. `adammcmc.sample` draws weights from the posterior, with a loss that is a
-function of model and batch, and `posterior.predict` turns the draws into a band of densities. The data are made, so the true
-density is known: numbers and picture compare the band with it. It takes about a minute on two cores, and needs scikit-learn and
-matplotlib: `pip install '.[demo]'`.
+function of model and batch, and `posterior.predict` turns the draws into a band of densities. The data are synthetic, so the
+true density is known: the printed numbers and the figure compare the band with it. The script takes about a minute on two
+cores and needs scikit-learn and matplotlib: `pip install '.[demo]' scikit-learn`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch import Tensor, nn
 import adammcmc
 
 NUM_DATA, NOISE = 1000, 0.2
-REACH = 2.8  # half the side of the plane that is shown, in standard deviations of the data
+REACH = 2.8  # half the side of the plotted plane, in standard deviations of the data
 PLACES = {"on a moon": (0.0, 1.2), "between the moons": (0.0, 0.0), "far away": (2.5, 2.5)}
-BLUE, ORANGE = "#0072B2", "#D55E00"  # Okabe-Ito: told apart by everyone
+BLUE, ORANGE = "#0072B2", "#D55E00"  # Okabe-Ito: safe for colour blindness
 
 
 # --- the data -------------------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ class Moons(NamedTuple):
     scale: Tensor
 
     def more(self, num_points: int, seed: int) -> Tensor:
-        """New points, standardised as the others are."""
+        """New points, standardised like the training points."""
         return ((_moons(num_points, NOISE, seed) - self.mean) / self.scale).float()
 
     def density(self, x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Moons(NamedTuple):
 
 
 def moons() -> Moons:
-    """The data to learn from; always the same."""
+    """The training data; always the same."""
     points = _moons(NUM_DATA, NOISE, seed=0)
     mean, scale = points.mean(0), points.std(0)
     return Moons(((points - mean) / scale).float(), mean, scale)
@@ -68,9 +68,9 @@ def _moons(num_points: int, noise: float, seed: int) -> Tensor:
 
 
 class Coupling(nn.Module):
-    """Moves one coordinate by a function of the other, which it keeps: moved <- exp(log_scale(kept)) moved + shift(kept).
+    """Move one coordinate by a function of the other: moved <- exp(log_scale(kept)) moved + shift(kept).
 
-    Log scale and shift are sums of Gaussian bumps with learnt heights. Where the kept coordinate lies far beyond `reach` there
+    Log scale and shift are sums of Gaussian bumps with learnt heights. Where the kept coordinate is far beyond `reach` there
     are no bumps, and nothing is moved.
     """
 
@@ -79,7 +79,7 @@ class Coupling(nn.Module):
     def __init__(self, num_bumps: int = 12, reach: float = 3.0) -> None:
         super().__init__()
         self.register_buffer("centres", torch.linspace(-reach, reach, num_bumps))
-        # narrower bumps leave ripples; wider ones can stand in for each other, and weights that can do so mix slowly
+        # narrower bumps leave ripples; wider ones can replace each other, and such redundant weights mix slowly
         self.width = 0.6 * 2 * reach / (num_bumps - 1)
         self.heights = nn.Linear(num_bumps, 2, bias=False)
 
@@ -91,14 +91,14 @@ class Coupling(nn.Module):
 
 
 class Flow(nn.Module):
-    """RealNVP in the plane: couplings that take turns lead from the data to a standard normal distribution."""
+    """RealNVP in the plane: alternating couplings map the data to a standard normal distribution."""
 
     def __init__(self, num_couplings: int = 4) -> None:
         super().__init__()
         self.couplings = nn.ModuleList(Coupling() for _ in range(num_couplings))
 
     def to_normal(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each point (examples, 2) goes, and the log determinant of the Jacobian there."""
+        """The image of each point (examples, 2), and the log determinant of the Jacobian there."""
         kept, moved = x.chunk(2, 1)
         log_det = torch.zeros_like(kept)
         for coupling in self.couplings:
@@ -117,17 +117,17 @@ class Flow(nn.Module):
 
 
 def loss(model: Flow, batch: Tensor) -> Tensor:
-    """The loss of each example. No targets: a function of model and batch."""
+    """Per-example losses. There are no targets: the loss is a function of model and batch."""
     return -model.log_prob(batch)
 
 
 def density(model: Flow, batch: Tensor) -> Tensor:
-    """What the draws predict."""
+    """The predicted density."""
     return model.log_prob(batch).exp()
 
 
 def train(points: Tensor, seed: int, num_steps: int = 1500) -> tuple[Flow, adammcmc.Gaussian]:
-    """A flow at its most probable weights, by Adam, and the prior that makes them so."""
+    """A flow trained by Adam to its most probable weights, and the prior that enters them."""
     torch.manual_seed(seed)
     flow = Flow()
     prior = adammcmc.Gaussian.fan_in(flow, 2.0)
@@ -135,7 +135,7 @@ def train(points: Tensor, seed: int, num_steps: int = 1500) -> tuple[Flow, adamm
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
     for _ in range(num_steps):
         optimizer.zero_grad()
-        # the chain starts best at the mode of what it samples, and that has the prior in it
+        # start the chain at the mode of its target, which includes the prior
         potential = loss(flow, points).sum() - prior.log_density(list(flow.parameters()))
         (potential / len(points)).backward()
         optimizer.step()
@@ -143,11 +143,11 @@ def train(points: Tensor, seed: int, num_steps: int = 1500) -> tuple[Flow, adamm
     return flow, prior
 
 
-# --- what the draws say ---------------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------------------------------
 
 
 def report(data: Moons, flow: Flow, posterior: adammcmc.Posterior) -> None:
-    """Print the density at three places, with its band, and how well flow and draws predict new points."""
+    """Print the density at three places, with its band, and the mean loss on new points."""
     places = torch.tensor(list(PLACES.values()))
     predicted, truth = posterior.predict(places, forward=density), data.density(places)
     low, high = predicted.quantile(0.25), predicted.quantile(0.75)
@@ -163,19 +163,19 @@ def report(data: Moons, flow: Flow, posterior: adammcmc.Posterior) -> None:
 
 
 def plane() -> tuple[Tensor, Tensor]:
-    """The ticks of one axis, and all points of the plane, x2 running fastest."""
+    """The ticks of one axis, and all points of the plane, with x2 varying fastest."""
     ticks = torch.linspace(-REACH, REACH, 141)
     return ticks, torch.cartesian_prod(ticks, ticks)
 
 
 def coverage(truth: Tensor, predicted: adammcmc.Prediction, low: float, high: float) -> float:
-    """The share of points with the truth in the band, among those where it is more than 1% of its maximum."""
+    """The fraction of points with the truth in the band, among those where it is more than 1% of its maximum."""
     inside = (predicted.quantile(low) <= truth) & (truth <= predicted.quantile(high))
     return float(inside[truth > 0.01 * truth.max()].double().mean())
 
 
 def draw_picture(output: Path, data: Moons, flow: Flow, predicted: adammcmc.Prediction) -> None:
-    """Mean density over the plane, how far the draws disagree about it, and their band along the line x1 = 0."""
+    """Mean density over the plane, the disagreement of the draws, and their band along the line x1 = 0."""
     ticks, points = plane()
     size, centre = (len(ticks), len(ticks)), len(ticks) // 2
     line = points.reshape(*size, 2)[centre]
@@ -184,7 +184,7 @@ def draw_picture(output: Path, data: Moons, flow: Flow, predicted: adammcmc.Pred
     truth = data.density(line).numpy()
     axis, mean = ticks.numpy(), predicted.mean.reshape(size).T.numpy()
     levels = {q: predicted.quantile(q).reshape(size).numpy() for q in (0.05, 0.25, 0.75, 0.95)}
-    # of quantiles, since far out a few draws are all of the mean; the smallest ones underflow
+    # of quantiles, since far out a few draws dominate the mean; the smallest ones underflow
     factor = (levels[0.75] / levels[0.25].clip(1e-30)).T
 
     with matplotlib.rc_context({"font.size": 12, "axes.titlesize": 13}):
@@ -203,7 +203,7 @@ def draw_picture(output: Path, data: Moons, flow: Flow, predicted: adammcmc.Pred
         bar.minorticks_off()
         middle.contour(axis, axis, mean, levels=[0.02, 0.1], colors="white", linewidths=1)
         middle.axvline(0, color="white", linewidth=1, linestyle=":")
-        middle.set_title("How far the draws disagree\n(lines: mean density 0.02 and 0.1)")
+        middle.set_title("Disagreement of the draws\n(lines: mean density 0.02 and 0.1)")
 
         for low, high, alpha in ((0.05, 0.95, 0.25), (0.25, 0.75, 0.5)):
             band = (levels[low][centre], levels[high][centre])
@@ -227,12 +227,12 @@ def draw_picture(output: Path, data: Moons, flow: Flow, predicted: adammcmc.Pred
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, sample, print, draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("two_moons.png"), help="the picture (default: %(default)s)")
-    parser.add_argument("--draws", type=int, default=300, help="draws of the weights (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("two_moons.png"), help="file of the figure (default: %(default)s)")
+    parser.add_argument("--draws", type=int, default=300, help="number of draws (default: %(default)s)")
     parser.add_argument("--gap", type=int, default=70, help="steps between two draws (default: %(default)s)")
-    parser.add_argument("--burn-in", type=int, default=4000, help="steps of adaptation before them (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the training and of the chain (default: %(default)s)")
-    parser.add_argument("--path", type=Path, help="a folder for the draws; called again, the run goes on (default: in memory)")
+    parser.add_argument("--burn-in", type=int, default=4000, help="steps of burn-in (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the training and of the chain (default: %(default)s)")
+    parser.add_argument("--path", type=Path, help="folder for the draws; a second call resumes the run (default: in memory)")
     options = parser.parse_args(argv)
 
     data = moons()
@@ -255,11 +255,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     predicted, truth = posterior.predict(points, forward=density, quantiles=(0.05, 0.95)), data.density(points)
     half, most = coverage(truth, predicted, 0.25, 0.75), coverage(truth, predicted, 0.05, 0.95)
     shares = f"25% to 75% at {half:.0%}, in the band 5% to 95% at {most:.0%}"
-    print(f"where it is more than 1% of its maximum, the truth is in the band {shares} of the places")
+    print(f"where it is more than 1% of its maximum, the truth is in the band {shares} of the points")
     draw_picture(options.output, data, flow, predicted)
-    print(f"picture: {options.output}")
+    print(f"figure: {options.output}")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # tensors this small gain nothing from more threads, and lose much where cores are shared
+    torch.set_num_threads(1)  # tensors this small gain nothing from more threads, and are slower if cores are shared
     main()

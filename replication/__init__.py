@@ -1,5 +1,5 @@
-"""The paper, replicated: each of its figures as one file, with its settings; `adammcmc replicate` runs them.
+"""The paper's figures, replicated: `python -m replication fig1`, from a clone of the repository.
 
-A figure is made of trials (`trials.py`): one sampler with one setting on one network. Trials are kept one by one
-(`work.py`), so that figures share them and a command that was stopped goes on.
+A figure (one file each) is made of trials (`trials.py`): one sampler with one setting on one network. Finished trials
+are kept one by one (`work.py`), so that figures share them and a stopped command continues.
 """

@@ -1,11 +1,11 @@
-r"""A target whose law is known, the distance of many chains from it, and what Theorem 2 promises there.
+r"""A known target, the distance of many chains from it, and the bound of Theorem 2 for it.
 
 The target is the logarithm of a Gamma(2) variable, cut to [-1.5, 2]:
 
     p(theta) = exp(2 theta - e^theta) / Z,    P(theta <= t) = (G(e^t) - G(e^-1.5)) / Z,    G(y) = 1 - (1 + y) e^-y
 
-It is skewed, its probabilities are known exactly, and on it the loss and its gradient are bounded, as Theorem 2 asks. Chains
-start uniform on [1, 1.5]: a bounded density, as Theorem 2 asks, and far from the target.
+It is skewed, its probabilities are known exactly, and the loss and its gradient are bounded, as Theorem 2 requires.
+Chains start uniform on [1, 1.5]: a bounded density, as Theorem 2 requires, and far from the target.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["NUM_BINS", "Bound", "Settings", "bounds", "distance", "floor", "inner_edges", "log_density", "starts"]
-
 LOW, HIGH = -1.5, 2.0
 START = (1.0, 1.5)
 NUM_BINS = 20
@@ -26,7 +24,7 @@ NUM_BINS = 20
 
 @dataclass(frozen=True)
 class Settings:
-    """What both chains share, and the momenta of the exact one."""
+    """Settings of both chains, and the momentum spread of the exact one."""
 
     lr: float
     sigma: float
@@ -48,7 +46,7 @@ _Z = _gamma_cdf(math.exp(HIGH)) - _gamma_cdf(math.exp(LOW))
 
 
 def inner_edges() -> list[float]:
-    """The edges between `NUM_BINS` bins of equal probability."""
+    """The inner edges of `NUM_BINS` bins of equal probability."""
     return [_quantile(i / NUM_BINS) for i in range(1, NUM_BINS)]
 
 
@@ -62,7 +60,7 @@ def _quantile(probability: float) -> float:
 
 
 def starts(num_chains: int, generator: torch.Generator) -> Tensor:
-    """Where the chains start, (chains, 1)."""
+    """Starting points, (chains, 1)."""
     uniform = torch.rand(num_chains, 1, dtype=torch.float64, generator=generator, device=generator.device)
     return START[0] + (START[1] - START[0]) * uniform
 
@@ -72,7 +70,7 @@ def distance(theta: Tensor) -> tuple[float, float]:
 
         TV = 1/2 sum_b |p_b - 1/B|,    error = 1/2 sqrt((1 - (sum_b s_b p_b)^2) / N),    s_b = sign(p_b - 1/B)
 
-    The error is that of a TV far above the floor; at the floor it is less (see `floor`).
+    The error holds for a TV far above the floor; at the floor it is smaller (see `floor`).
     """
     edges = torch.tensor(inner_edges(), dtype=torch.float64, device=theta.device)
     counts = torch.bincount(torch.bucketize(theta[:, 0].contiguous(), edges), minlength=NUM_BINS).double().cpu()
@@ -83,10 +81,10 @@ def distance(theta: Tensor) -> tuple[float, float]:
 
 
 def floor(num_chains: int) -> tuple[float, float]:
-    """What `distance` gives on average for exact draws, and its standard deviation.
+    """The mean of `distance` for exact draws, and its standard deviation.
 
-    The mean is exact: De Moivre's E|X - Np| = 2 m C(N, m) p^m q^(N - m + 1), m = floor(Np) + 1, for each bin. The standard
-    deviation is that of normal counts with variance pq/N and correlation -1/(B - 1).
+    The mean is exact: De Moivre's E|X - Np| = 2 m C(N, m) p^m q^(N - m + 1), m = floor(Np) + 1, for each bin. The
+    standard deviation is that of normal counts with variance pq/N and correlation -1/(B - 1).
     """
     p = 1 / NUM_BINS
     q = 1 - p
@@ -108,8 +106,8 @@ class Bound:
 
         TV_k <= 1/2 |F0| [ (1 - a)^k + c(beta) (1 - (1 - a)^k) / a ]
 
-    |F0| is the largest relative error of the starting density, a the constant of the Doeblin condition (Step 3 of the proof)
-    and c(beta) the remainder for each step (Step 4), the theorem's b beta.
+    |F0| is the largest relative error of the starting density, a the constant of the Doeblin condition (Step 3 of the
+    proof) and c(beta) the remainder for each step (Step 4), the theorem's b beta.
     """
 
     start: float
@@ -117,8 +115,8 @@ class Bound:
     remainder: float
 
     def at(self, k: int) -> float:
-        """The bound of the total variation after k steps; above 1 it says nothing."""
-        forgotten = -math.expm1(k * math.log1p(-self.doeblin))  # 1 - (1 - a)^k, also for a tiny a
+        """The bound on the total variation after k steps; above 1 it is vacuous."""
+        forgotten = -math.expm1(k * math.log1p(-self.doeblin))  # 1 - (1 - a)^k, accurate for a tiny a
         grown = forgotten / self.doeblin if self.doeblin > 0 else k
         return 0.5 * self.start * (1 - forgotten + self.remainder * grown)
 
@@ -131,12 +129,12 @@ class Bound:
 
 
 def bounds(settings: Settings, betas: Sequence[float]) -> list[Bound]:
-    """Theorem 2 on the target of this file, for each beta1 = beta2 = beta."""
+    """Theorem 2 for the target of this file, at each beta1 = beta2 = beta."""
     grid = torch.linspace(LOW, HIGH, 15, dtype=torch.float64)
     p = log_density(grid[:, None]).exp() / _Z
     inside = torch.linspace(*START, 101, dtype=torch.float64)
     ratio = 1 / (START[1] - START[0]) / (log_density(inside[:, None]).exp() / _Z)
-    start = max(1.0, float(ratio.max()) - 1)  # 1 where no chain starts
+    start = max(1.0, float(ratio.max()) - 1)  # 1 outside of the starting interval
     doeblin = _doeblin(settings, grid, p)
     # Step 4: 2 K + K sup q / inf p; no proposal has a density above 1 / (sqrt(2 pi) sigma)
     share = 2 + 1 / (math.sqrt(2 * math.pi) * settings.sigma * float(p.min()))
@@ -144,10 +142,10 @@ def bounds(settings: Settings, betas: Sequence[float]) -> list[Bound]:
 
 
 def _memory(beta: float, num_draws: int = 1 << 18) -> float:
-    """K = int int f(m) |q2(m'|m) - f(m')| dm dm' of both momenta: how far they are from forgetting in one step, at most 2.
+    """K = int int f(m) |q2(m'|m) - f(m')| dm dm' for both momenta: their memory of one step before, at most 2.
 
-    In units of their spread, (m, m') are normal with correlation beta, against independent: the same for any theta. A mean
-    over a quarter of a million independent pairs; the standard error is below 0.4%.
+    In units of their spread, (m, m') are normal with correlation beta instead of independent, for any theta. This is a
+    mean over a quarter of a million independent pairs, with a standard error below 0.4%.
     """
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, num_draws, 2, dtype=torch.float64, generator=generator)
@@ -156,9 +154,10 @@ def _memory(beta: float, num_draws: int = 1 << 18) -> float:
 
 
 def _doeblin(settings: Settings, grid: Tensor, p: Tensor) -> float:
-    """a = inf Q(x, y) / p(y), Q(x, y) = int min(q1(y|x, m) f(m|x), q1(x|y, m) f(m|y) p(y) / p(x)) dm, on grids of x, y and m.
+    """a = inf Q(x, y) / p(y), Q(x, y) = int min(q1(y|x, m) f(m|x), q1(x|y, m) f(m|y) p(y) / p(x)) dm, on grids of x, y
+    and m.
 
-    It does not depend on beta: the momenta have their stationary law.
+    It does not depend on beta: the momenta have their stationary distribution.
     """
     s1, s2 = settings.momentum_spread
     g = grid.exp() - 2

@@ -1,62 +1,38 @@
-"""What the figures share: one colour and one name for each sampler, points with errors, published values as black crosses."""
+"""What the figures share: one label and colour per sampler, points with errors, published values as black crosses."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.figure import Figure
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-__all__ = ["COLOURS", "LABELS", "MARKERS", "Value", "band", "canvas", "crosses", "legend", "line", "log_ticks", "points"]
-
-COLOURS = {
-    "adam": "#7f7f7f",
-    "snapshots": "#404040",
-    "sgd": "#b8a98f",
-    "sghmc": "#9467bd",
-    "ensemble": "#8c564b",
-    "dropout": "#c97bb5",
-    "released": "#e6741d",
-    "released, data sum": "#f2b27c",
-    "printed, batch sum": "#4c9be8",
-    "printed, data sum": "#123f8c",
-    "exact": "#2a9d3f",
-    "exact, Theorem 1": "#8fc31f",
-    "exact, MALA": "#14b8a6",
-    "exact, underdamped": "#166534",
+_SAMPLERS = {
+    "adam": ("Adam", "#7f7f7f", ""),
+    "snapshots": ("Adam, ten points of its path", "#404040", ""),
+    "sgd": ("SGD", "#b8a98f", ""),
+    "sghmc": ("sgHMC", "#9467bd", ""),
+    "ensemble": ("deep ensemble", "#8c564b", ""),
+    "dropout": ("dropout", "#c97bb5", ""),
+    "released": ("as released", "#e6741d", "o"),
+    "released, data sum": ("as released, summed loss", "#f2b27c", "P"),
+    "printed, batch sum": ("as printed, batch sum", "#4c9be8", "s"),
+    "printed, data sum": ("as printed, data sum", "#123f8c", "D"),
+    "exact": ("exact (underdamped, all data)", "#2a9d3f", "^"),
+    "exact, Theorem 1": ("exact: Theorem 1", "#8fc31f", "v"),
+    "exact, MALA": ("exact: MALA", "#14b8a6", "<"),
+    "exact, underdamped": ("exact: underdamped", "#166534", "^"),
 }
-"""One for each sampler in all figures."""
-LABELS = {
-    "adam": "Adam",
-    "snapshots": "Adam, ten points of its path",
-    "sgd": "SGD",
-    "sghmc": "sgHMC",
-    "ensemble": "deep ensemble",
-    "dropout": "dropout",
-    "released": "as released",
-    "released, data sum": "as released, summed loss",
-    "printed, batch sum": "as printed, batch sum",
-    "printed, data sum": "as printed, data sum",
-    "exact": "exact (underdamped, all data)",
-    "exact, Theorem 1": "exact: Theorem 1",
-    "exact, MALA": "exact: MALA",
-    "exact, underdamped": "exact: underdamped",
-}
-MARKERS = {
-    "released": "o",
-    "released, data sum": "P",
-    "printed, batch sum": "s",
-    "printed, data sum": "D",
-    "exact": "^",
-    "exact, Theorem 1": "v",
-    "exact, MALA": "<",
-    "exact, underdamped": "^",
-}
+"""Label, colour and marker of each sampler, in all figures."""
+LABELS = {name: label for name, (label, _, _) in _SAMPLERS.items()}
+COLOURS = {name: colour for name, (_, colour, _) in _SAMPLERS.items()}
+MARKERS = {name: marker for name, (_, _, marker) in _SAMPLERS.items() if marker}
 Value = Sequence[float | None] | None
 """[mean, standard error], either of which may be missing."""
 
@@ -80,17 +56,14 @@ _STYLE: dict[Any, Any] = {
 
 @contextmanager
 def canvas(rows: int = 1, columns: int = 2, *, width: float = 11.0, height: float = 4.2) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure with so many axes (row by row), in the common style; what is drawn must be drawn inside the `with`."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
+    """A figure and its axes (row by row) in the common style, which applies inside the `with` block."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
 def points(axes: Axes, x: Sequence[float], values: Sequence[Value], name: str, **options: Any) -> None:
-    """Means with errors, joined by a line. What is missing is left out; of a single seed there is no error to draw."""
+    """Means with errors, joined by a line. Missing values are skipped; a single seed has no error to draw."""
     known = [(at, v[0], v[1]) for at, v in zip(x, values, strict=True) if v is not None and v[0] is not None]
     if not known:
         return
@@ -107,7 +80,7 @@ def points(axes: Axes, x: Sequence[float], values: Sequence[Value], name: str, *
 
 
 def line(axes: Axes, x: Sequence[float], y: Sequence[float | None], name: str, **options: Any) -> None:
-    """A curve without points: theory."""
+    """A theoretical curve, without points."""
     known = [(a, b) for a, b in zip(x, y, strict=True) if b is not None]
     if known:
         axes.plot(
@@ -116,7 +89,7 @@ def line(axes: Axes, x: Sequence[float], y: Sequence[float | None], name: str, *
 
 
 def band(axes: Axes, curves: dict[str, Sequence[float | None]], *, is_filled: bool = True, **options: Any) -> None:
-    """The mean against the steps, and from the lowest to the highest; a gap where there is no number."""
+    """The mean against the step, and a band from the lowest to the highest run; a gap where a number is missing."""
     steps, mean, low, high = (
         [math.nan if value is None else value for value in curves[key]] for key in ("steps", "mean", "low", "high")
     )
@@ -126,7 +99,7 @@ def band(axes: Axes, curves: dict[str, Sequence[float | None]], *, is_filled: bo
 
 
 def crosses(axes: Axes, published: dict[float, float], *, x_of: Any = float, label: str | None = "published") -> None:
-    """Published values: black crosses."""
+    """Published values, as black crosses."""
     if published:
         x = [x_of(at) for at in published]
         axes.plot(x, list(published.values()), linestyle="", marker="x", color="black", markersize=7, label=label, zorder=5)
@@ -134,8 +107,6 @@ def crosses(axes: Axes, published: dict[float, float], *, x_of: Any = float, lab
 
 def log_ticks(axis: Axis) -> None:
     """Plain numbers at 1, 2 and 5 of each decade."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
     axis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0), numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())

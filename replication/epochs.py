@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from replication import published
 from replication.drawing import canvas, legend
@@ -15,28 +17,20 @@ from replication.sections import RULE, Line, health, of_acceptance, select, tabl
 from replication.settings import Preset
 from replication.work import Work
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["COLUMNS", "SIGMAS", "TITLE", "draw", "lines", "run", "section"]
-
 TITLE = "Figures 2b and 3 after 100 epochs"
 SIGMAS = (0.2, 0.5, 1.0, 2.0, 4.0, 10.0)
 COLUMNS = list(VERSIONS)
 
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
-    """Long chains with noise along the step, and long trainings. Where all runs are that long, those of Figure 3."""
+    """Long chains with noise along the step, and long trainings; those of Figure 3 if all runs have the same length."""
     chains = [long_chain(preset, name, sigma) for name in VERSIONS for sigma in preset.points(SIGMAS, at_least=(2.0,))]
-    parts = {
-        "scan": chains if preset.long_steps else scan(preset, WIDE),
-        "yardsticks": yardsticks(preset, preset.long),
-    }
+    parts = {"scan": chains if preset.long_steps else scan(preset, WIDE), "yardsticks": yardsticks(preset, preset.long)}
     return {name: lean(rows(work, settings), "groups", "reliability") for name, settings in parts.items()}
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """NLL, ECE, coverage and accuracy against sigma, with the yardsticks; reliability."""
+    """NLL, ECE, coverage, accuracy and reliability against sigma, with the yardsticks."""
     with canvas(2, 4, width=13.0, height=7.4) as (figure, axes):
         draw_quality(axes[:4], result["scan"], result["yardsticks"])
         draw_reliability(axes[4:], result["scan"], result["yardsticks"])
@@ -45,7 +39,7 @@ def draw(result: dict[str, Any]) -> Figure:
 
 
 def lines(result: dict[str, Any]) -> list[Line]:
-    """Figure 3's numbers; then acceptance and error, for Figure 2b."""
+    """The numbers of Figure 3, then acceptance and error for Figure 2b."""
     found = of_groups(result["scan"], [])
     for sigma in sorted({row["setting"]["sigma"] for row in result["scan"]}):
         here = [row for row in result["scan"] if row["setting"]["sigma"] == sigma]
@@ -55,7 +49,7 @@ def lines(result: dict[str, Any]) -> list[Line]:
 
 
 def section(result: dict[str, Any]) -> str:
-    """Published and ours; then calibration, with the yardsticks."""
+    """Published and measured values, then the quality of all methods."""
     own = [row for name in VERSIONS for row in select(result["scan"], name)]
     text = [
         table(lines(result), COLUMNS),

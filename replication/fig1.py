@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from replication import published
 from replication.drawing import COLOURS, LABELS, Value, band, canvas, legend
@@ -13,21 +15,16 @@ from replication.settings import Preset
 from replication.trials import Trial
 from replication.work import Work
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["COLUMNS", "GRIDS", "TITLE", "WIDE", "draw", "lines", "long_chain", "run", "section"]
-
 TITLE = "Figure 1: training loss and test accuracy"
 WIDE = 3661.6
 GRIDS = {"adam": (3e-4, 1e-3, 3e-3), "sgd": (1e-2, 1e-1, 1.0), "sghmc": (1e-4, 1e-3, 1e-2)}
-"""Learning rates that are tried on one seed each; the one with the highest accuracy at the end goes on."""
+"""Learning rates that are tried with one seed each; the one with the highest final accuracy is used."""
 _LOOKS = 20
 _BANDS_OF_ACCURACY = ("adam", "released, sigma 2.0")
 
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
-    """Learning rates on one seed, then five seeds of each method at the paper's number of epochs."""
+    """Learning rates with one seed, then five seeds of each method at the paper's number of epochs."""
     seeds = 5 if preset.seeds > 1 else 1
     grid: dict[str, Any] = {}
     chosen: dict[str, Trial] = {}
@@ -51,12 +48,12 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
 
 
 def long_chain(preset: Preset, name: str, sigma: float, **options: Any) -> Trial:
-    """As many epochs as the paper's."""
+    """A chain with the paper's number of epochs."""
     return version(preset, name, sigma=sigma, sigma_delta=WIDE, looks=_LOOKS, **preset.long, **options)
 
 
 def anchors(preset: Preset, work: Work) -> list[dict[str, Any]]:
-    """Adam and AdamMCMC on the paper's network; and as many epochs as the paper's, with ten points of Adam's path."""
+    """Adam and AdamMCMC on the paper's network; also with its number of epochs, and with ten points of Adam's path."""
     if not preset.anchors:
         return []
     settings = [Trial.of(preset, "adam", network="particlenet")]
@@ -71,7 +68,7 @@ def anchors(preset: Preset, work: Work) -> list[dict[str, Any]]:
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """The loss of the first quarter and (smoothed) of the rest, and the test accuracy; bands are from lowest to highest run."""
+    """The loss of the first quarter and (smoothed) of the rest, and the test accuracy; bands span all seeds."""
     with canvas(1, 3, width=13.0, height=4.6) as (figure, axes):
         for name, curves in result["curves"].items():
             sampler, _, sigma = name.partition(", sigma ")
@@ -79,13 +76,12 @@ def draw(result: dict[str, Any]) -> Figure:
             label = _label(name)
             for one, what in zip(axes, ("loss", "loss", "accuracy"), strict=True):
                 shown_band = {key: _smooth(values) if one is axes[1] else values for key, values in curves[what].items()}
-                # (seven bands of accuracies would hide each other)
+                # (seven bands of accuracy would cover each other)
                 is_filled = what == "loss" or name in _BANDS_OF_ACCURACY
                 band(one, shown_band, label=label, is_filled=is_filled, **style)
         first, whole, accuracy = axes
         end = max(max(curves["loss"]["steps"]) for curves in result["curves"].values())
-        first.set_xscale("log")
-        first.set_yscale("log")
+        first.set(xscale="log", yscale="log")
         start = min(curves["loss"]["steps"][0] for curves in result["curves"].values())
         first.set_xlim(start, max(2.0 * start, end / 4))
         first.set_yticks([0.1, 0.2, 0.3, 0.5, 0.7, 1.0], ["0.1", "0.2", "0.3", "0.5", "0.7", "1"])
@@ -97,7 +93,7 @@ def draw(result: dict[str, Any]) -> Figure:
             one.set_ylim(0.95 * low, min(1.02 * high, 1.2))
         accuracy.set_ylabel("test accuracy")
         means = [value for curves in result["curves"].values() for value in curves["accuracy"]["mean"]]
-        accuracy.set_ylim(sorted(means)[len(means) // 8] - 0.01, max(means) + 0.01)  # the first steps are left out
+        accuracy.set_ylim(sorted(means)[len(means) // 8] - 0.01, max(means) + 0.01)  # without the first steps
         for one in axes:
             one.set_xlabel("step")
         legend(figure, axes)
@@ -108,7 +104,7 @@ COLUMNS = ("this method", "released", "printed, batch sum")
 
 
 def lines(result: dict[str, Any]) -> list[Line]:
-    """The loss and the test accuracy of each method, beside the published."""
+    """Loss and test accuracy of each method, with the published values."""
     seeds = result["rows"]["adam"]["seeds"]
     found: list[Line] = []
     for name, numbers in published.FIG1.items():
@@ -137,7 +133,7 @@ def lines(result: dict[str, Any]) -> list[Line]:
 
 
 def section(result: dict[str, Any]) -> str:
-    """The loss at the end and the test accuracy, best and last, of each method."""
+    """The final loss, and the best and final test accuracy of each method."""
     text = [table(lines(result), COLUMNS), RULE.format(read_to="0.002 in accuracy, 0.005 in loss"), ""]
     for method, grid in result["grid"].items():
         found = ", ".join(f"{entry['lr']:g} ({entry['accuracy']:.3f})" for entry in grid)
@@ -151,7 +147,7 @@ def section(result: dict[str, Any]) -> str:
 
 
 def _early(loss: dict[str, Any]) -> Value:
-    """The mean loss over a fifth of the steps around the 500th; None where a run is shorter."""
+    """The mean loss within 10% of the 500th step; None for a shorter run."""
     near = [
         value
         for step, value in zip(loss["steps"], loss["mean"], strict=True)
@@ -166,14 +162,14 @@ def _label(name: str) -> str:
 
 
 def _smooth(values: list[float | None], window: int = 15) -> list[float | None]:
-    """The mean of so many neighbours: batches scatter more than methods differ. None where one of them is."""
+    """A moving average: batches scatter more than methods differ. None where a value is missing."""
     window = min(window, len(values))
     parts = [[value for value in values[i : i + window] if value is not None] for i in range(len(values) - window + 1)]
     return [sum(part) / window if len(part) == window else None for part in parts]
 
 
 def _limits(result: dict[str, Any], start: float) -> tuple[float, float]:
-    """The lowest and the highest mean loss from this step on."""
+    """The lowest and highest mean loss from this step on."""
     values = [
         value
         for curves in result["curves"].values()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from replication import published
 from replication.drawing import LABELS, canvas, crosses, legend, line, points
@@ -13,11 +15,6 @@ from replication.sections import RULE, Line, error_of, health, of_acceptance, of
 from replication.settings import Preset
 from replication.work import Work
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["COLUMNS", "SIGMAS", "TITLE", "draw", "flat_acceptance", "lines", "run", "section"]
-
 TITLE = "Figure 2a: acceptance and accuracy against sigma_Delta and beta"
 SIGMAS = (0.2, 2.0)
 SIGMA_DELTAS = (0.0, 3.7, 37.0, 370.0, WIDE, 37_000.0, 370_000.0)
@@ -25,7 +22,7 @@ ONE_MINUS_BETAS = (0.001, 0.01, 0.1, 0.5, 0.9)
 
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
-    """Both scans at two sigmas, of each version; three settings on the paper's network."""
+    """Both scans at two sigmas in each version; three settings on the paper's network."""
     deltas, betas = preset.points(SIGMA_DELTAS, at_least=(WIDE,)), preset.points(ONE_MINUS_BETAS, at_least=(0.01,))
     by_delta = [
         version(preset, name, sigma=sigma, sigma_delta=delta) for name in VERSIONS for sigma in SIGMAS for delta in deltas
@@ -49,7 +46,7 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
 
 
 def flat_acceptance(kappa: float) -> float:
-    """2 Phi(-kappa): what Algorithm 1's proposals are accepted with where the loss is flat."""
+    """2 Phi(-kappa): the acceptance of Algorithm 1's proposals on a flat loss."""
     return math.erfc(kappa / math.sqrt(2))
 
 
@@ -65,7 +62,7 @@ def draw(result: dict[str, Any]) -> Figure:
                 x = [_x(row, is_delta=is_delta) for row in own]
                 points(above, x, [row["acceptance"] for row in own], name)
                 points(below, x, [error_of(row["accuracy"]) for row in own], name)
-                if name != "released":  # whose proposals have another law
+                if name != "released":  # whose proposals have another distribution
                     flat = [None if row["kappa"] is None else flat_acceptance(row["kappa"][0]) for row in own]
                     line(above, x, flat, name, label="2 Phi(-kappa): a flat loss" if name.endswith("data sum") else None)
             crosses(above, accepted[sigma])
@@ -106,7 +103,7 @@ def lines(result: dict[str, Any]) -> list[Line]:
 
 
 def section(result: dict[str, Any]) -> str:
-    """Published and ours, at each point of both scans."""
+    """Published and measured values at each point of both scans."""
     text = [table(lines(result), COLUMNS), RULE.format(read_to="0.02 in acceptance, 0.002 in accuracy"), ""]
     for name in COLUMNS:
         own = [row for row in select(result["by_delta"], name) if row["acceptance"] is not None and row["kappa"] is not None]
@@ -120,7 +117,7 @@ def section(result: dict[str, Any]) -> str:
 
 
 def _of(result: dict[str, Any], *, is_delta: bool) -> tuple[list[dict[str, Any]], tuple[Any, Any]]:
-    """The rows of one scan, and what was published of it."""
+    """The rows of one scan, and its published values."""
     if is_delta:
         return result["by_delta"], (published.FIG2A_DELTA_ACCEPTANCE, published.FIG2A_DELTA_ERROR)
     return result["by_beta"], (published.FIG2A_BETA_ACCEPTANCE, published.FIG2A_BETA_ERROR)

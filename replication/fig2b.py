@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from replication import published
 from replication.drawing import LABELS, canvas, crosses, legend, points
@@ -13,19 +15,14 @@ from replication.settings import Preset
 from replication.trials import Trial
 from replication.work import Work
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["COLUMNS", "SIGMAS", "TITLE", "draw", "lines", "run", "scan", "section"]
-
 TITLE = "Figure 2b: acceptance and accuracy against sigma"
 SIGMAS = (0.2, 0.5, 1.0, 2.0, 4.0, 6.0, 10.0)
 LATE_SIGMAS = (0.5, 1.0, 2.0, 4.0, 10.0)
-"""Of chains that start after as many steps of Adam as others have burn-in."""
+"""Of chains that start from weights trained by Adam for as many steps as the burn-in."""
 
 
 def scan(preset: Preset, sigma_delta: float) -> list[Trial]:
-    """The paper's widths, in each version."""
+    """The paper's sigmas in each version."""
     return [
         version(preset, name, sigma=sigma, sigma_delta=sigma_delta)
         for name in VERSIONS
@@ -34,7 +31,7 @@ def scan(preset: Preset, sigma_delta: float) -> list[Trial]:
 
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
-    """The scan twice, and without noise along the step also from trained weights; some settings on the paper's network."""
+    """With and without noise along the step, and without it also from trained weights; some on the paper's network."""
     anchors = [
         version(preset, "released", sigma=10.0, sigma_delta=WIDE, network="particlenet"),
         version(preset, "printed, batch sum", sigma=0.2, sigma_delta=WIDE, network="particlenet"),
@@ -78,11 +75,9 @@ def draw(result: dict[str, Any]) -> Figure:
                 points(below, x, [error_of(row["accuracy"]) for row in own], name)
             crosses(above, published.FIG2B_ACCEPTANCE[_published(which)])
             crosses(below, published.FIG2B_ERROR[_published(which)])
-            above.set_title(title)
-            above.set_ylabel("acceptance")
+            above.set(title=title, ylabel="acceptance")
             above.set_ylim(-0.03, 1.03)
-            below.set_ylabel("1 - accuracy of the posterior mean")
-            below.set_xlabel("sigma (nominal)")
+            below.set(ylabel="1 - accuracy of the posterior mean", xlabel="sigma (nominal)")
         legend(figure, axes)
     return figure
 
@@ -102,7 +97,7 @@ def lines(result: dict[str, Any]) -> list[Line]:
 
 
 def section(result: dict[str, Any]) -> str:
-    """Published and ours, at each sigma."""
+    """Published and measured values at each sigma."""
     text = [table(lines(result), COLUMNS), RULE.format(read_to="0.02 in acceptance, 0.002 in accuracy"), ""]
     for name in COLUMNS:
         own = [row for row in select(result["with"], name) if row["acceptance"] is not None]

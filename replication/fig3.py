@@ -1,8 +1,10 @@
-"""Figure 3: mean prediction and spread against sigma, by class and correctness; and whether the spread is right."""
+"""Figure 3: mean prediction and spread against sigma, by class and correctness; and their calibration."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from replication import published
 from replication.drawing import LABELS, Value, canvas, crosses, legend, points
@@ -10,34 +12,18 @@ from replication.fig1 import WIDE
 from replication.fig2b import scan
 from replication.quality import draw_quality, draw_reliability, quality_table, yardsticks
 from replication.rows import VERSIONS, exact_settings, lean, rows, version
-from replication.sections import (
-    RULE,
-    Line,
-    exact_data,
-    health,
-    name_of,
-    of_anchors,
-    seeds_by,
-    select,
-    shown,
-    table,
-)
+from replication.sections import RULE, Line, exact_data, health, name_of, of_anchors, seeds_by, select, shown, table
 from replication.settings import Preset
 from replication.trials import Trial
 from replication.work import Work
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["COLUMNS", "GROUPS", "TARGETS", "TITLE", "draw", "lines", "of_groups", "run", "section"]
-
 TITLE = "Figure 3: mean prediction and spread against sigma"
 TARGETS = (0.6, 0.85, 0.95)
-"""Acceptances that the exact chains' steps are tuned to: their sigma, so to say."""
+"""Acceptances that the step sizes of the exact chains are tuned to: the counterpart of sigma."""
 
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
-    """The scan of Figure 2b with noise along the step; exact chains with steps of several sizes; ensembles."""
+    """The scan of Figure 2b with noise along the step; exact chains with several step sizes; the yardsticks."""
     anchors = [
         version(preset, name, sigma=sigma, sigma_delta=WIDE, network="particlenet")
         for name, sigma in (("released", 0.2), ("released", 2.0), ("released", 10.0))
@@ -60,8 +46,8 @@ GROUPS = {
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """Mean prediction and spread of each group against sigma; below, what the paper does not show: quality beside the
-    yardsticks, and reliability."""
+    """Mean prediction and spread of each group against sigma; below, what the paper does not show: quality and
+    reliability."""
     with canvas(4, 4, width=13.0, height=13.0) as (figure, axes):
         for column, (group, title) in enumerate(GROUPS.items()):
             for place, what, known in ((column, "mean", published.FIG3_MEAN), (4 + column, "spread", published.FIG3_SPREAD)):
@@ -90,7 +76,7 @@ def lines(result: dict[str, Any]) -> list[Line]:
 
 
 def of_groups(scan: list[dict[str, Any]], exact: list[dict[str, Any]]) -> list[Line]:
-    """The same of any scan; of exact chains the middle row."""
+    """The same for any scan; the middle row for the exact chains."""
     found: list[Line] = []
     for what, known in (("mean", published.FIG3_MEAN), ("spread", published.FIG3_SPREAD)):
         for group, title in GROUPS.items():
@@ -108,7 +94,7 @@ def of_groups(scan: list[dict[str, Any]], exact: list[dict[str, Any]]) -> list[L
 
 
 def section(result: dict[str, Any]) -> str:
-    """Spread and mean prediction of each group; then calibration, with the yardsticks."""
+    """Mean prediction and spread of each group, then the quality of all methods."""
     shown_rows = [row for name in VERSIONS for row in select(result["scan"], name)]
     others = quality_table([*shown_rows, *result["exact"], *result["yardsticks"]])
     text = [table(lines(result), COLUMNS), RULE.format(read_to="0.01"), "", *others, ""]

@@ -1,10 +1,12 @@
-"""Figure 4: the full-data correction beside the stochastic one, at the same temperature; and every minibatch test."""
+"""Figure 4: full-data and minibatch acceptance tests at the same temperature, and every subsampling test."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from replication import published
 from replication.drawing import LABELS, Value, band, canvas, legend, points
@@ -15,18 +17,15 @@ from replication.settings import Preset
 from replication.trials import TESTS, Trial
 from replication.work import Work
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["COLUMNS", "TITLE", "draw", "lines", "run", "section"]
-
 TITLE = "Figure 4: full against stochastic correction"
 SMALLER = ((10.0, WIDE), (2.0, WIDE), (0.2, WIDE), (0.01, WIDE), (2.0, 370.0), (0.2, 370.0))
-"""sigma and sigma_Delta, of other figures' trials: the paper's remedy against noise of minibatches is to make them smaller."""
+"""sigma and sigma_Delta, from other figures' trials: the paper proposes smaller ones against the noise of
+minibatches."""
 
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
-    """Chains in evaluation mode, where the loss is one function of the weights, from five steps of Adam and from many."""
+    """Chains in evaluation mode, where the loss is one function of the weights, after five steps of Adam and after
+    many."""
     few, many = 5, preset.steps // 4
     steps = max(8, preset.steps // 4)
     sizes: dict[str, Any] = {
@@ -61,7 +60,7 @@ SCALES = ("printed, batch sum", "printed, data sum")
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """The loss under both corrections, from the start and after burn-in; acceptance; what each minibatch test looks at."""
+    """The loss under both tests, from the start and after burn-in; acceptance; the data that each test reads."""
     with canvas(2, 3, width=13.0, height=7.6) as (figure, axes):
         for i, scale in enumerate(SCALES):
             for j, start in enumerate(STARTS):
@@ -69,9 +68,7 @@ def draw(result: dict[str, Any]) -> Figure:
                 for test, colour in (("minibatch", "#d62728"), ("full", "#1f77b4")):
                     curves = result["curves"][f"{scale} | {start} | {test}"]
                     band(one, curves, color=colour, linewidth=1.3, label=f"{test} correction")
-                one.set_title(f"{LABELS[scale]}, {start}")
-                one.set_xlabel("step")
-                one.set_ylabel("training loss of a batch")
+                one.set(title=f"{LABELS[scale]}, {start}", xlabel="step", ylabel="training loss of a batch")
         names = [f"{scale} | {start}" for scale in SCALES for start in STARTS]
         for test, colour, shift in (("minibatch", "#d62728", -0.1), ("full", "#1f77b4", 0.1)):
             values = [result["rows"][f"{name} | {test}"]["acceptance"] for name in names]
@@ -103,7 +100,7 @@ COLUMNS = list(SCALES)
 
 
 def lines(result: dict[str, Any]) -> list[Line]:
-    """Acceptance and loss under both corrections; the published numbers are those of chains after burn-in."""
+    """Acceptance and loss under both tests; the published numbers are those after burn-in."""
     found: list[Line] = []
     for start in reversed(STARTS):
         is_known = start == "after burn-in"
@@ -121,7 +118,7 @@ def lines(result: dict[str, Any]) -> list[Line]:
 
 
 def section(result: dict[str, Any]) -> str:
-    """Both corrections at both scales and starts; every minibatch test; smaller steps."""
+    """Both tests at both scales and starts; every subsampling test; smaller steps."""
     keys = [f"{scale} | {start}" for scale in SCALES for start in STARTS]
     text = [
         table(lines(result), COLUMNS),
@@ -136,16 +133,12 @@ def section(result: dict[str, Any]) -> str:
             f"{shown(full['acceptance'])} on all data, loss at the end {shown(stochastic.get('final_loss'))} and "
             f"{shown(full.get('final_loss'))}."
         )
-    text += [
-        "",
-        _tests(result["tests"], "test"),
-        _tests(result["smaller"], "step"),
-    ]
+    text += ["", _tests(result["tests"], "test"), _tests(result["smaller"], "step")]
     return "\n".join([*text, of_anchors(result.get("anchors", [])), health([*result["rows"].values(), *result["tests"]])])
 
 
 def _share(one: dict[str, Any]) -> float:
-    """Of the data that a decision looks at, on average; NaN where that is not known."""
+    """The mean fraction of the data that a decision reads; NaN if unknown."""
     looked, setting = one.get("examples"), one["setting"]
     if looked is not None and looked[0] is not None:
         return float(looked[0]) / float(setting["num_jets"])
@@ -153,7 +146,7 @@ def _share(one: dict[str, Any]) -> float:
 
 
 def _tests(rows: list[dict[str, Any]], first: str) -> str:
-    """Acceptance, data looked at, noise of the log ratio, effective inverse temperature."""
+    """Acceptance, data read, noise of the log ratio, effective inverse temperature."""
     table = [
         f"| {first} | acceptance | data looked at | noise of the log ratio, sd | effective lambda / lambda | loss at the end |",
         "|---|---|---|---|---|---|",

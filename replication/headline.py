@@ -1,13 +1,14 @@
-r"""The paper's headline, put to the test where the truth is known: does the spread follow sigma, or lambda?
+r"""The paper's headline, tested where the truth is known: does the spread follow sigma or lambda?
 
-A kernel that leaves the target invariant has, once converged, a predictive spread that does not depend on the width of its
-proposals, and does depend on lambda. The paper reports the reverse. Here every sampler runs on one small posterior, whose
-spread is known: the Bayesian last layer of a tagger,
+The predictive spread of a converged kernel that leaves the target invariant does not depend on the width of its
+proposals, and does depend on lambda. The paper reports the opposite. Here every sampler runs on one small posterior
+whose spread is known: the Bayesian last layer of a tagger,
 
     p(w) ~ exp(-lambda sum_i log(1 + exp(-y_i w.x_i)) - |w|^2 / 2)
 
-with x the twelve jet observables, as principal components of variance 1, and a constant. All jets are in each step, so that
-nothing is due to minibatches. Widths are in units of s, the posterior's standard deviation (root mean square over the weights).
+with x the twelve jet observables, as principal components of variance 1, and a constant. Every step uses all jets, so
+that minibatches play no role. Widths are in units of s, the posterior's standard deviation (root mean square over the
+weights).
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from adammcmc import diagnostics, kernels
@@ -29,34 +31,22 @@ from adammcmc.posterior import uncertainty
 from adammcmc.samplers.adaptation import momentum_spread
 from adammcmc.samplers.density import sample_density
 from adammcmc.target.data import derive_seed
-from adammcmc.target.target import Density
+from adammcmc.target.density import Density
 from replication.drawing import COLOURS, LABELS, MARKERS, canvas, legend, points
 from replication.sets import read_sets
 from replication.settings import Preset
 from replication.work import Work
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["SAMPLERS", "TITLE", "LastLayer", "draw", "finding", "run", "section"]
-
 TITLE = "The headline: does the spread follow sigma, or lambda?"
-SAMPLERS = (
-    "released",
-    "released, data sum",
-    "printed, data sum",
-    "exact, Theorem 1",
-    "exact, MALA",
-    "exact, underdamped",
-)
-"""The released script has lambda times the MEAN loss and no prior; "data sum" is its kernel on the target of the others."""
+SAMPLERS = ("released", "released, data sum", "printed, data sum", "exact, Theorem 1", "exact, MALA", "exact, underdamped")
+"""The released script has lambda times the MEAN loss and no prior; "data sum" is its kernel on the others' target."""
 WIDTHS = (0.1, 0.2, 0.4, 0.7, 1.0)
-"""In units of s: sigma of the AdamMCMC samplers, sqrt(2 step_size) of MALA, step_size of the underdamped one."""
+"""In units of s: sigma of the AdamMCMC samplers, sqrt(2 step_size) of MALA, step_size of the underdamped sampler."""
 LAMS = (0.01, 0.1, 1.0, 10.0, 100.0)
 WIDTH_OF_LAMS = {"exact": 0.4, "paper": 0.1}
-"""At which lambda is varied: exact samplers, in units of s at that lambda; the paper's, in units of s at lambda = 1."""
+"""The widths at which lambda is varied: in units of s at that lambda (exact), or at lambda = 1 (the paper's)."""
 LR, ALONG = 0.15, 3.0
-"""lr in units of s; WIDTHS are then 0.7 to 7 times lr, in the paper 0.3 to 16. sigma_along has no unit."""
+"""lr in units of s; WIDTHS are then 0.7 to 7 times lr (0.3 to 16 in the paper). sigma_along has no unit."""
 _HELD_OUT = 200
 _PROBES = 25
 _GROUPS = 16  # of independent draws
@@ -69,7 +59,7 @@ class _Size:
     chains: int
     steps: int
     draws: int
-    """Of each chain that are kept, evenly after a quarter of the steps."""
+    """Kept from each chain, evenly spaced after a quarter of the steps."""
     truth: int
     """Importance draws."""
 
@@ -79,11 +69,11 @@ _SIZES = {
     "small": _Size(500, 16, 20_000, 200, 100_000),
     "h200": _Size(1_000, 32, 24_000, 200, 400_000),
 }
-_SIZES["paper"] = _SIZES["h200"]  # the posterior is small whatever the network is
+_SIZES["paper"] = _SIZES["h200"]  # the posterior does not depend on the network
 
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
-    """Each sampler over the widths at lambda = 1, and over the lambdas at one width; on jets that come with the library."""
+    """Each sampler over the widths at lambda = 1, and over the lambdas at one width; on the bundled jets."""
     size = _SIZES[preset.name]
     jets = read_sets(replace(preset, num_train=size.jets, num_test=_HELD_OUT, num_others=1))
     layer = LastLayer(jets.train, jets.test, work.device)
@@ -127,15 +117,12 @@ def draw(result: dict[str, Any]) -> Figure:
         left.axhline(1.0, color="black", linewidth=1.2, linestyle="--", label="the truth", zorder=5)
         right.plot(list(truth), [value[0] for value in truth.values()], color="black", linewidth=1.4, linestyle="--", zorder=5)
         for axes in (left, right):
-            axes.set_xscale("log")
-            axes.set_yscale("log")
-        left.set_xlabel("width of the proposal / posterior's width s")
-        left.set_ylabel("spread of the prediction / the truth's")
+            axes.set(xscale="log", yscale="log")
+        left.set(xlabel="width of the proposal / posterior's width s", ylabel="spread of the prediction / the truth's")
         left.set_yticks([0.5, 0.7, 1, 1.5, 2, 3], ["0.5", "0.7", "1", "1.5", "2", "3"])
         left.set_xticks(WIDTHS, [str(x) for x in WIDTHS])
         left.minorticks_off()
-        right.set_xlabel("inverse temperature lambda")
-        right.set_ylabel("spread of the prediction (75% - 25%)")
+        right.set(xlabel="inverse temperature lambda", ylabel="spread of the prediction (75% - 25%)")
         left.set_title("lambda = 1: the truth does not depend on the width")
         right.set_title("one width: the truth falls with lambda")
         right.plot([], [], "o", color="grey", markerfacecolor="white", label="not converged")
@@ -144,7 +131,7 @@ def draw(result: dict[str, Any]) -> Figure:
 
 
 def section(result: dict[str, Any]) -> str:
-    """A row for each sampler, and what follows from it."""
+    """One row per sampler, and the conclusion."""
     common = common_lams(result)
     fall = _factor([row["mean_spread"] for row in result["truth"] if row["lam"] in common])[0]
     ends = f"{common[0]:g} / {common[-1]:g}"
@@ -193,7 +180,7 @@ def section(result: dict[str, Any]) -> str:
 
 
 def finding(result: dict[str, Any], name: str) -> dict[str, Any]:
-    """What one sampler's rows say."""
+    """The summary of one sampler's rows."""
     truth = {row["lam"]: row["mean_spread"] for row in result["truth"]}
     rows = result["rows"][name]
     widths = by_width(rows)
@@ -221,7 +208,7 @@ def finding(result: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def common_lams(result: dict[str, Any]) -> list[float]:
-    """The lambdas at which all samplers have converged; all, if those are fewer than two."""
+    """The lambdas at which all samplers have converged; all lambdas if fewer than two."""
     every = [row["lam"] for row in result["truth"]]
     stuck = {
         row["lam"]
@@ -234,7 +221,7 @@ def common_lams(result: dict[str, Any]) -> list[float]:
 
 
 def _mark(rows: list[dict[str, Any]]) -> str:
-    """Of a ratio whose ends have not both converged."""
+    """Marks a ratio whose ends have not both converged."""
     return "" if rows[0]["is_converged"] and rows[-1]["is_converged"] else " (n)"
 
 
@@ -265,8 +252,8 @@ class LastLayer:
 
     Args:
         train: jets of the posterior, top and QCD.
-        held_out: jets whose predictions are looked at.
-        device: where it is computed, in float64.
+        held_out: jets to predict.
+        device: of the computation, in float64.
     """
 
     def __init__(self, train: Jets, held_out: Jets, device: torch.device | str = "cpu") -> None:
@@ -285,12 +272,12 @@ class LastLayer:
         self.held_out = inputs(_numbers(held_out))
 
     def log_density(self, lam: Tensor | float, w: Tensor, *, has_prior: bool = True) -> Tensor:
-        """(chains,), of weights (chains, weights); lambda may differ from chain to chain."""
+        """(chains,), from weights (chains, weights); lambda may differ between chains."""
         likelihood = -lam * F.softplus(-w @ self.signed.T).sum(1)
         return likelihood - w.square().sum(1) / 2 if has_prior else likelihood
 
     def laplace(self, lam: float) -> tuple[Tensor, Tensor]:
-        """The mode, by Newton's method, and the covariance there."""
+        """The mode, by Newton's method, and the covariance at the mode."""
         w = torch.zeros_like(self.signed[0])
         for _ in range(50):
             p = torch.sigmoid(-(self.signed @ w))
@@ -299,15 +286,16 @@ class LastLayer:
         return w, torch.linalg.inv(curvature)
 
     def unit(self, lam: float) -> float:
-        """s: root mean square over the weights of the Laplace standard deviation."""
+        """s: the Laplace standard deviation, root mean square over the weights."""
         return math.sqrt(float(self.laplace(lam)[1].diagonal().mean()))
 
     def draw(self, lam: float, proposals: int, number: int, seed: int) -> tuple[Tensor, float]:
-        """Draws of the posterior, (number, weights): Laplace draws chosen by their importance; and the effective number."""
+        """Draws of the posterior, (number, weights), by importance resampling of Laplace draws; and the effective
+        number."""
         mode, covariance = self.laplace(lam)
         generator = torch.Generator(mode.device).manual_seed(seed)
         noise = torch.randn(proposals, len(mode), generator=generator, device=mode.device, dtype=mode.dtype)
-        w = mode + 1.1 * noise @ torch.linalg.cholesky(covariance).T  # (a little wider: weights with lighter tails)
+        w = mode + 1.1 * noise @ torch.linalg.cholesky(covariance).T  # (a little wider, so that the weights have light tails)
         parts = [self.log_density(lam, part) for part in w.split(10_000)]
         weights = (torch.cat(parts) + noise.square().sum(1) / 2).softmax(0)
         places = torch.rand(number, generator=generator, device=mode.device, dtype=mode.dtype)
@@ -315,7 +303,7 @@ class LastLayer:
         return w[chosen], 1 / float(weights.square().sum())
 
     def predict(self, w: Tensor) -> Tensor:
-        """The probability of a top jet, (..., jets), of the held-out jets."""
+        """The top probability of the held-out jets, (..., jets)."""
         return torch.sigmoid(w @ self.held_out.T)
 
 
@@ -323,7 +311,7 @@ def _truth(layer: LastLayer, size: _Size) -> list[dict[str, Any]]:
     found = []
     for number, lam in enumerate(LAMS):
         draws, ess = layer.draw(lam, size.truth, size.truth // 4, derive_seed(0, number))
-        # (draws are drawn again: their error is that of the effective number, not of their own)
+        # (resampled draws: the error is that of their effective number)
         factor = math.sqrt(max(1.0, len(draws) / ess))
         spreads = {name: [value, factor * error] for name, (value, error) in _spreads(layer.predict(draws), _GROUPS).items()}
         found.append({"lam": lam, "s": layer.unit(lam), "ess": ess, **spreads})
@@ -331,7 +319,7 @@ def _truth(layer: LastLayer, size: _Size) -> list[dict[str, Any]]:
 
 
 def _rows(layer: LastLayer, sampler: str, size: _Size) -> list[dict[str, Any]]:
-    """One sampler at each setting, all chains of all settings side by side."""
+    """One sampler at each setting, all chains of all settings at once."""
     fixed = WIDTH_OF_LAMS[_kind(sampler)]
     settings = [(width, 1.0) for width in WIDTHS] + [(fixed, lam) for lam in LAMS if lam != 1.0]
     draws, info = _sample(layer, sampler, settings, size, seed=derive_seed(1, SAMPLERS.index(sampler)))
@@ -344,10 +332,11 @@ def _rows(layer: LastLayer, sampler: str, size: _Size) -> list[dict[str, Any]]:
 
 
 def _sample(layer: LastLayer, sampler: str, settings: list[tuple[float, float]], size: _Size, seed: int) -> tuple[Tensor, Info]:
-    """Draws (chains, draws, weights), the chains of each setting after one another.
+    """Draws (chains, draws, weights), setting by setting.
 
-    Chains start from exact draws. They run in the coordinates w / unit. The paper's samplers keep the unit of lambda = 1, as
-    the paper keeps sigma and lr when it varies lambda; exact ones take the unit of their target, as burn-in would.
+    Chains start from exact draws and run in the coordinates w / unit. The paper's samplers keep the unit of lambda = 1,
+    as the paper keeps sigma and lr when it varies lambda; exact samplers use the unit of their target, as burn-in
+    would.
     """
     seeds = [derive_seed(seed, i) for i in range(len(settings))]
     starts = torch.cat([layer.draw(lam, size.truth, size.chains, s)[0] for (_, lam), s in zip(settings, seeds, strict=True)])
@@ -385,27 +374,27 @@ def _kernel(sampler: str, width: Tensor, potential: Density, start: Tensor) -> K
     proposal = kernels.adam_mcmc(LR, sigma=width, sigma_along=ALONG).proposal
     here = potential.evaluate((start,), with_grad=True)
     generator = torch.Generator(start.device).manual_seed(0)
-    # one pair for all chains: which one it is has a say in how fast they mix, not in what they sample
+    # one pair for all chains: it affects how fast they mix, not what they sample
     spread = momentum_spread(potential, (start,), here, proposal, LR, generator)
     return kernels.exact_adam_mcmc(LR, sigma=width, sigma_along=ALONG, momentum_spread=spread)
 
 
 def _judged(predictions: Tensor) -> dict[str, Any]:
-    """Of predictions (chains, draws, jets): the spread, and whether the chains have converged.
+    """The spread of predictions (chains, draws, jets), and whether the chains have converged.
 
-    They have if each jet's log odds have an effective number of at least 100 draws, and an R-hat of at most 1.01, or of what
-    chains that agree have at that number, and at most 1.05.
+    They have if the log odds of each jet have an effective sample size of at least 100 and an R-hat of at most 1.01, or
+    at most that of chains in agreement with this sample size, up to 1.05.
     """
     logits = torch.logit(predictions[:, :, :: max(1, predictions.shape[2] // _PROBES)], 1e-12)
-    # R-hat looks at the values and at their distances from the median, whose effective number is another
+    # R-hat uses the values and their distances from the median, which have an effective sample size of their own
     folded = (logits - logits.flatten(0, 1).median(0).values).abs()
     rhat, ess = diagnostics.rhat(logits), torch.minimum(diagnostics.ess_bulk(logits), diagnostics.ess_bulk(folded))
-    # of each chain alone, summed: that of all falls where they disagree, and would excuse it
+    # the sum over single chains: that of all chains falls where they disagree, which would excuse it
     alone = [x.transpose(0, 1).flatten(1)[None] for x in (logits, folded)]
     total = torch.minimum(*(diagnostics.ess_bulk(x) for x in alone)).reshape(len(logits), -1).sum(0)
     chance = diagnostics.rhat_by_chance(total, len(logits), len(rhat), num_draws=logits.shape[1])
     limit = chance.clamp(1.01, 1.05)
-    is_converged = bool(((rhat <= limit) & (ess >= _LEAST_ESS)).all())  # (not where no chain ever moved: R-hat is NaN)
+    is_converged = bool(((rhat <= limit) & (ess >= _LEAST_ESS)).all())  # (False if no chain ever moved: R-hat is NaN)
     return {
         "rhat": float(rhat.max()),
         "ess": float(ess.min()),
@@ -415,7 +404,7 @@ def _judged(predictions: Tensor) -> dict[str, Any]:
 
 
 def _spreads(predictions: Tensor, num_groups: int) -> dict[str, list[float]]:
-    """75% - 25% over draws (draws, jets), mean and median over jets; errors by a jackknife over groups (chains)."""
+    """75% - 25% over draws (draws, jets), mean and median over jets; jackknife errors over groups (chains)."""
     groups = predictions.chunk(num_groups)
     whole = _centres(uncertainty.spread(predictions))
     without = [torch.cat([g for i, g in enumerate(groups) if i != left_out]) for left_out in range(len(groups))]

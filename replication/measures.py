@@ -1,4 +1,4 @@
-"""What draws say about jets, in numbers that fit into a small file."""
+"""Measures of the draws' predictions that fit into a small file."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from adammcmc.jets.tagging import accuracy, auc, groups, mean_by_pt
 from adammcmc.posterior import uncertainty
 from adammcmc.posterior.calibration import auroc, brier, ece, nll, reliability
 
-__all__ = ["PT_EDGES", "judge", "over_seeds", "rounded"]
-
 PT_EDGES = (500.0, 550.0, 600.0, 650.0, 700.0, 800.0, 900.0, 1000.0)
 _PROBES = 24
-"""Test jets whose scores are kept draw by draw, for R-hat."""
+"""Test jets whose score is kept for every draw, for R-hat."""
 _BINS = 20
 
 
 def judge(draws: Tensor, others: Tensor, test_jets: Jets, other_jets: Jets) -> dict[str, Any]:
-    """All numbers of one trial.
+    """All measures of one trial.
 
     Args:
-        draws: (draws, jets), the probability of a top jet, of the test jets.
-        others: (draws, jets), of jets from elsewhere.
+        draws: (draws, jets), the top probability of the test jets.
+        others: (draws, jets), that of the out-of-distribution jets.
         test_jets: the test jets.
-        other_jets: the jets from elsewhere.
+        other_jets: the out-of-distribution jets.
     """
     labels = test_jets.kind
     mean, spread = draws.double().mean(0), uncertainty.spread(draws.double())
@@ -59,17 +57,17 @@ def judge(draws: Tensor, others: Tensor, test_jets: Jets, other_jets: Jets) -> d
         "probes": _logit(draws[:, :: max(1, draws.shape[1] // _PROBES)][:, :_PROBES]).tolist(),
     }
     if len(draws) > 1:
-        found |= _unlike(draws, others, test_jets, other_jets)
+        found |= _out_of_distribution(draws, others, test_jets, other_jets)
     return found
 
 
 def coverage(draws: Tensor, labels: Tensor, level: float = 0.9) -> float | None:
-    """How often the draws' interval holds the truth, as far as data can say.
+    """How often the draws' interval contains the truth, as far as the data can tell.
 
-    Jets are ordered by their mean score into 20 bins of as many jets. In each, the draws' mean scores have a central interval
-    of this level; the share of tops that was found there has a binomial error, which widens it. Returns the share of bins whose
-    found share lies inside. Calibrated scores have about `level` also without any spread (one draw): more than that is owed to
-    the spread, less to a lack of calibration.
+    Jets are sorted by their mean score into 20 bins of equal size. In each, the draws' mean scores have a central
+    interval of this level, which is widened by the binomial error of the observed fraction of tops. Returns the
+    fraction of bins whose observed fraction lies inside. Calibrated scores reach about `level` without any spread (one
+    draw): more than that is due to the spread, less to a lack of calibration.
     """
     if 1 < len(draws) < 4:
         return None
@@ -86,8 +84,9 @@ def coverage(draws: Tensor, labels: Tensor, level: float = 0.9) -> float | None:
     return sum(inside) / len(inside)
 
 
-def _unlike(draws: Tensor, others: Tensor, test_jets: Jets, other_jets: Jets) -> dict[str, Any]:
-    """Jets from elsewhere: mutual information by kind and pT, and how well it tells them from the test jets."""
+def _out_of_distribution(draws: Tensor, others: Tensor, test_jets: Jets, other_jets: Jets) -> dict[str, Any]:
+    """Out-of-distribution jets: mutual information by kind and pT, and how well it separates them from the test
+    jets."""
     known = uncertainty.mutual_information(draws.double(), is_binary=True)
     found: dict[str, Any] = {
         "information": {
@@ -123,7 +122,7 @@ def _logit(scores: Tensor) -> Tensor:
 
 
 def over_seeds(values: Sequence[float | None]) -> tuple[float, float] | None:
-    """Mean over seeds and its standard error; None where there is no number. One seed has no error: NaN."""
+    """Mean over seeds and its standard error; None without any number. A single seed has no error: NaN."""
     known = [x for x in values if x is not None and math.isfinite(x)]
     if not known:
         return None
@@ -134,7 +133,7 @@ def over_seeds(values: Sequence[float | None]) -> tuple[float, float] | None:
 
 
 def rounded(value: Any) -> Any:
-    """JSON of six digits, None for what is not finite."""
+    """JSON with six digits; None for what is not finite."""
     if isinstance(value, dict):
         return {key: rounded(x) for key, x in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,12 @@
-"""Jets from elsewhere: mutual information by kind, pT and sigma, and how well it finds them."""
+"""Out-of-distribution jets: mutual information by kind, pT and sigma, and how well it detects them."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from adammcmc.jets.data import KINDS
 from replication import published
@@ -15,22 +18,16 @@ from replication.sections import RULE, Line, exact_data, health, name_of, of_anc
 from replication.settings import Preset
 from replication.work import Work
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-__all__ = ["COLUMNS", "TITLE", "draw", "lines", "run", "section"]
-
 TITLE = "Jets from elsewhere: mutual information and detection"
 SIGMAS = (0.01, 0.1, 0.2, 0.5, 2.0)
 KEPT = ("information", "others", "by_pt", "spread_by_pt")
 LONG_SIGMAS = (0.01, 0.2, 0.5, 2.0)
 LONG_VERSIONS = ("released", "printed, batch sum")
-"""Whose chains are also run for as many epochs as the paper's: those of Figure 1 and two sigmas more."""
+"""Also run for the paper's number of epochs: the chains of Figure 1 and two more sigmas."""
 
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
-    """The paper's widths in each version, exact chains, and what an ensemble and dropout find."""
+    """The paper's sigmas in each version, exact chains, and the yardsticks."""
     sigmas = preset.points(SIGMAS, at_least=(0.2,))
     scan = [version(preset, name, sigma=sigma, sigma_delta=WIDE) for name in VERSIONS for sigma in sigmas]
     anchors = [version(preset, "released", sigma=sigma, sigma_delta=WIDE, network="particlenet") for sigma in (0.01, 0.2, 2.0)]
@@ -45,12 +42,11 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
 
 
 WHERE = 0.2
-"""The sigma at which kinds and pT are looked at."""
+"""The sigma at which kinds and pT are compared."""
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """Mutual information of top jets against sigma; of all kinds, and their spread, against sigma and pT; how well both find
-    them."""
+    """Mutual information of top jets against sigma; of all kinds, and their spread, against sigma and pT; detection."""
     with canvas(2, 4, width=19.0, height=9.0) as (figure, axes):
         known, unseen, by_sigma, by_pt, found, found_by_spread, spread_by_sigma, spread_by_pt = axes
         for one, title in ((known, "training tops"), (unseen, "tops from elsewhere")):
@@ -62,18 +58,15 @@ def draw(result: dict[str, Any]) -> Figure:
                         label = f"{LABELS[name]}, {own[0]['setting']['steps']:,} steps"
                         points(one, [row["setting"]["sigma"] for row in own], values, name, label=label, **options)
             crosses(one, published.OOD_BY_SIGMA[title])
-            one.set_xscale("log")
-            one.set_yscale("log")
+            one.set(xscale="log", yscale="log")
             log_ticks(one.xaxis)
             log_ticks(one.yaxis)
-            one.set_title(title)
-            one.set_xlabel("sigma (nominal)")
-            one.set_ylabel("mutual information (nats)")
+            one.set(title=title, xlabel="sigma (nominal)", ylabel="mutual information (nats)")
         _against_sigma(by_sigma, result, "information", "mutual information (nats)")
         _against_sigma(spread_by_sigma, result, "spread", "median spread (75% - 25%)")
         _against_pt(by_pt, result, "by_pt", "mutual information (nats)")
         _against_pt(spread_by_pt, result, "spread_by_pt", "mean spread (75% - 25%)")
-        for kind in ("top", "quark", "gluon"):  # (of the others a range is known)
+        for kind in ("top", "quark", "gluon"):  # (only a range was published for the others)
             for at, (value, _) in published.OOD_BY_PT[kind].items():
                 by_pt.plot(at, value, marker="x", color=_KIND_COLOURS[kind], markersize=8, linestyle="")
         _detection(found, result, "auroc_information", "AUROC of mutual information")
@@ -86,44 +79,40 @@ _KIND_COLOURS = {kind: f"C{number}" for number, kind in enumerate(KINDS)}
 
 
 def _against_sigma(axes: Axes, result: dict[str, Any], what: str, label: str) -> None:
-    """Of Algorithm 1 on the batch sum, each kind a line."""
+    """Algorithm 1 on the batch sum, one line per kind."""
     rows = [row for row in select(result["scan"], "printed, batch sum") if row.get("others")]
     for kind in rows[0]["others"] if rows else ():
         style: dict[str, Any] = {"marker": ".", "color": _KIND_COLOURS[kind], "label": kind, "elinewidth": 0.7, "capsize": 0}
         points(axes, [row["setting"]["sigma"] for row in rows], [row["others"][kind][what] for row in rows], kind, **style)
     axes.set_xscale("log")
     log_ticks(axes.xaxis)
-    axes.set_title("as printed, batch sum, by kind")
-    axes.set_xlabel("sigma (nominal)")
-    axes.set_ylabel(label)
+    axes.set(title="as printed, batch sum, by kind", xlabel="sigma (nominal)", ylabel=label)
 
 
 def _against_pt(axes: Axes, result: dict[str, Any], what: str, label: str) -> None:
-    """Of Algorithm 1 on the batch sum, each kind a line."""
+    """Algorithm 1 on the batch sum, one line per kind."""
     rows = [row for row in select(result["scan"], "printed, batch sum", sigma=WHERE) if what in row]
     for kind, bins in rows[0][what].items() if rows else ():
         filled = [b for b in bins if b[3] is not None and b[3][0] is not None]
         centres = [(b[0] + b[1]) / 2 for b in filled]
-        errors = [math.hypot(b[3][1] or 0.0, b[4]) for b in filled]  # of seeds and jets
+        errors = [math.hypot(b[3][1] or 0.0, b[4]) for b in filled]  # from seeds and from jets
         style: dict[str, Any] = {"marker": ".", "color": _KIND_COLOURS[kind], "label": kind, "elinewidth": 0.7}
         axes.errorbar(centres, [b[3][0] for b in filled], errors, **style)
     axes.axvspan(550, 650, color="#eeeeee", zorder=0)
-    axes.set_title(f"as printed, batch sum, sigma {WHERE:g}; grey: training")
-    axes.set_xlabel("jet pT (GeV)")
-    axes.set_ylabel(label)
+    axes.set(title=f"as printed, batch sum, sigma {WHERE:g}; grey: training", xlabel="jet pT (GeV)", ylabel=label)
     axes.set_xlim(490, 1030)
-    axes.set_ylim(0.0, 1.25 * axes.get_ylim()[1])  # room for the legend
+    axes.set_ylim(0.0, 1.25 * axes.get_ylim()[1])  # space for the legend
     if rows:
         axes.legend(ncols=4, fontsize=9, loc="upper center")
 
 
 def _detection(axes: Axes, result: dict[str, Any], what: str, label: str) -> None:
-    """How well each method tells each kind from the test jets."""
+    """How well each method separates each kind from the test jets."""
     methods, drawn = _methods(result), set[str]()
     for number, row in enumerate(methods):
         values = [row["others"][kind][what] for kind in row["others"]]
         at = [k + (number - (len(methods) - 1) / 2) * 0.1 for k in range(len(values))]
-        face = "white" if name_of(row) in drawn else COLOURS[name_of(row)]  # of two ensembles the larger is hollow
+        face = "white" if name_of(row) in drawn else COLOURS[name_of(row)]  # the larger of the two ensembles is hollow
         name = name_of(row)
         steps = f", {row['setting']['steps']:,} steps" if name in VERSIONS else ""
         label_of = title_of(row) if name == "ensemble" else LABELS[name] + steps
@@ -132,15 +121,14 @@ def _detection(axes: Axes, result: dict[str, Any], what: str, label: str) -> Non
     if methods:
         axes.set_xticks(range(len(methods[0]["others"])), list(methods[0]["others"]), rotation=30)
     axes.axhline(0.5, color="black", linewidth=0.8)
-    axes.set_ylabel(label)
-    axes.set_title(f"told from the test jets, sigma {WHERE:g} (0.5: not at all)")
+    axes.set(ylabel=label, title=f"told from the test jets, sigma {WHERE:g} (0.5: not at all)")
 
 
 COLUMNS = list(VERSIONS)
 
 
 def lines(result: dict[str, Any]) -> list[Line]:
-    """Mutual information against sigma, and of each kind at two pT."""
+    """Mutual information against sigma, and for each kind at two pT."""
     found: list[Line] = []
     seeds = seeds_by(result["scan"])
     for title, values in published.OOD_BY_SIGMA.items():
@@ -168,7 +156,7 @@ def lines(result: dict[str, Any]) -> list[Line]:
 
 
 def section(result: dict[str, Any]) -> str:
-    """Mutual information against sigma, and detection beside the yardsticks."""
+    """Mutual information against sigma, and detection compared with the yardsticks."""
     text = [
         table(lines(result), COLUMNS),
         RULE.format(read_to="20% or the published range"),
@@ -197,7 +185,7 @@ def section(result: dict[str, Any]) -> str:
 
 
 def _detected(result: dict[str, Any], what: str, words: str) -> list[str]:
-    """A table: how well each method tells each kind of jets from the test jets."""
+    """A table: how well each method separates each kind of jets from the test jets."""
     methods = _methods(result)
     kinds = list(methods[0]["others"]) if methods else []
     lines = [f"| AUROC of {words} | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
@@ -206,7 +194,7 @@ def _detected(result: dict[str, Any], what: str, words: str) -> list[str]:
 
 
 def _kinds_by_sigma(result: dict[str, Any]) -> list[str]:
-    """A table: of each version and sigma the mutual information of each kind, and in brackets its median spread."""
+    """A table: mutual information of each kind by version and sigma, with the median spread in brackets."""
     rows = [row for name in VERSIONS for row in select(result["scan"], name) if row.get("others")]
     kinds = list(rows[0]["others"]) if rows else []
     lines = [f"| mutual information (median spread) | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
@@ -218,7 +206,8 @@ def _kinds_by_sigma(result: dict[str, Any]) -> list[str]:
 
 
 def _near(result: dict[str, Any], kind: str, pt: float) -> dict[str, Value]:
-    """Mutual information within 50 GeV of this pT, at one sigma. (Bins share their seeds: their errors are averaged too.)"""
+    """Mutual information within 50 GeV of this pT, at one sigma. (Bins share their seeds, so errors are averaged
+    too.)"""
     found: dict[str, Value] = {}
     for row in result["scan"]:
         if row["setting"]["sigma"] == WHERE and kind in row.get("by_pt", {}):
@@ -230,7 +219,7 @@ def _near(result: dict[str, Any], kind: str, pt: float) -> dict[str, Value]:
 
 
 def _jets_near(result: dict[str, Any], kind: str, pt: float) -> dict[str, float]:
-    """The error that the jets of these bins, which all seeds share, add."""
+    """The error from the jets in these bins, which all seeds share."""
     found: dict[str, float] = {}
     for row in result["scan"]:
         if row["setting"]["sigma"] == WHERE and (bins := _bins_near(row, kind, pt)):
@@ -244,7 +233,7 @@ def _bins_near(row: dict[str, Any], kind: str, pt: float) -> list[Any]:
 
 
 def _information(row: dict[str, Any], title: str) -> Value:
-    """None where there are no tops elsewhere."""
+    """Of training tops or of out-of-distribution tops; None if there are none."""
     tops = row["others"].get("top", {"information": None})
     value: Value = row["information"]["top"] if title == "training tops" else tops["information"]
     return value

@@ -1,37 +1,16 @@
-"""What the paper published, as numbers: read off its figures (to about the width of a line) and taken from its text.
+"""The paper's published numbers: read off its figures (to about the width of a line) and taken from its text.
 
 Keys are the paper's nominal sigma, sigma_Delta or 1 - beta. `ERROR` is 1 - accuracy of the mean over ten draws.
 """
 
 from __future__ import annotations
 
-__all__ = [
-    "ACCEPTANCE_READ_TO",
-    "ERROR_READ_TO",
-    "FIG1",
-    "FIG1_EARLY",
-    "FIG2A_BETA_ACCEPTANCE",
-    "FIG2A_BETA_ERROR",
-    "FIG2A_DELTA_ACCEPTANCE",
-    "FIG2A_DELTA_ERROR",
-    "FIG2B_ACCEPTANCE",
-    "FIG2B_ERROR",
-    "FIG3_MEAN",
-    "FIG3_SPREAD",
-    "FIG4_ACCEPTANCE",
-    "FIG4_LOSS",
-    "INFORMATION_READ_TO",
-    "OOD_BY_PT",
-    "OOD_BY_SIGMA",
-    "SPREAD_READ_TO",
-]
-
 ACCEPTANCE_READ_TO = 0.02
 ERROR_READ_TO = 0.002
 SPREAD_READ_TO = 0.01
 INFORMATION_READ_TO = 0.2  # of the value
 
-# --- Figure 1: loss after 500 steps and at the end, highest test accuracy, that at the end (epoch 98) -------------------------
+# --- Figure 1: loss after 500 steps and at the end, highest test accuracy, that at the end (epoch 98) -----------------
 
 FIG1: dict[str, dict[str, float]] = {
     "adam": {"early": 0.2, "loss_at_most": 0.09, "best": 0.936, "end": 0.924},
@@ -43,7 +22,7 @@ FIG1: dict[str, dict[str, float]] = {
 FIG1_EARLY = 500
 """The step at which the loss is `early`, "about 0.2"."""
 
-# --- Figure 2a: by sigma, then by sigma_Delta or 1 - beta ---------------------------------------------------------------------
+# --- Figure 2a: by sigma, then by sigma_Delta or 1 - beta -------------------------------------------------------------
 
 FIG2A_DELTA_ACCEPTANCE: dict[float, dict[float, float]] = {
     0.2: {
@@ -68,7 +47,7 @@ FIG2A_BETA_ERROR: dict[float, dict[float, float]] = {
     2.0: {0.001: 0.063, 0.01: 0.063, 0.1: 0.068, 0.5: 0.071, 0.9: 0.079},
 }
 
-# --- Figure 2b: "with" noise along the step (sigma_Delta 3661.6) and "without", by sigma --------------------------------------
+# --- Figure 2b: "with" noise along the step (sigma_Delta 3661.6) and "without", by sigma ------------------------------
 
 FIG2B_ACCEPTANCE: dict[str, dict[float, float]] = {
     "with": {
@@ -86,7 +65,7 @@ FIG2B_ERROR: dict[str, dict[float, float]] = {
     "without": {0.2: 0.18, 0.5: 0.225},
 }  # fmt: skip
 
-# --- Figure 3: by true class and correctness, by sigma ------------------------------------------------------------------------
+# --- Figure 3: by true class and correctness, by sigma ----------------------------------------------------------------
 
 FIG3_MEAN: dict[str, dict[float, float]] = {
     "top, right": {1.0: 0.99, 8.0: 0.95, 10.0: 0.83},
@@ -94,9 +73,9 @@ FIG3_MEAN: dict[str, dict[float, float]] = {
     "qcd, right": {1.0: 0.0},
     "qcd, wrong": {1.0: 0.75},
 }
-"""The mean prediction of the class top. The figure has wrong "top" jets at 0.75 and wrong "QCD" jets at 0.3: its names are
-those of the class that was predicted, since a top jet that is taken for QCD lies below 0.5. Here they are under the true
-class, and so are the spreads."""
+"""The mean prediction of the class top. The figure shows wrong "top" jets at 0.75 and wrong "QCD" jets at 0.3: it is
+labelled by predicted class, since a top jet classified as QCD lies below 0.5. Here means and spreads are labelled by
+true class."""
 FIG3_SPREAD: dict[str, dict[float, float]] = {
     "top, right": {1.0: 0.01, 4.0: 0.02, 6.0: 0.06, 8.0: 0.09},
     "top, wrong": {1.0: 0.10, 4.0: 0.15, 5.0: 0.20, 8.0: 0.26, 10.0: 0.33},
@@ -104,13 +83,13 @@ FIG3_SPREAD: dict[str, dict[float, float]] = {
     "qcd, wrong": {1.0: 0.08, 4.0: 0.12, 8.0: 0.14},
 }
 
-# --- Figure 4: sigma 2.0 ------------------------------------------------------------------------------------------------------
+# --- Figure 4: sigma 2.0 ----------------------------------------------------------------------------------------------
 
 FIG4_ACCEPTANCE: dict[str, float] = {"minibatch": 0.476, "full": 0.405}
 FIG4_LOSS = (0.16, 0.02)
-"""Of a batch after burn-in, and how far it scatters; the curves of both corrections could not be told apart."""
+"""Batch loss after burn-in, and its scatter; the curves of both tests were indistinguishable."""
 
-# --- Jets from elsewhere: mutual information, by sigma ------------------------------------------------------------------------
+# --- Out-of-distribution jets: mutual information, by sigma -------------------------------------------------------
 
 OOD_BY_SIGMA: dict[str, dict[float, float]] = {
     "training tops": {0.01: 0.0005, 0.1: 0.002, 0.2: 0.005, 0.5: 0.02},
@@ -122,5 +101,5 @@ OOD_BY_PT: dict[str, dict[float, tuple[float, float]]] = {
     "gluon": {600.0: (0.003, 0.001), 950.0: (0.035, 0.007)},
     **{kind: {600.0: (0.025, 0.005), 950.0: (0.045, 0.005)} for kind in ("w", "z", "h_bb", "h_ww")},
 }
-"""At sigma 0.2, by kind and pT, and how exactly it is known. Quark and gluon jets were one class; of the other kinds a range is
-known, 0.02 to 0.03, rising to 0.04 to 0.05."""
+"""At sigma 0.2, by kind and pT, with the reading error. Quark and gluon jets were one class; for the other kinds a
+range was published, 0.02 to 0.03, rising to 0.04 to 0.05."""

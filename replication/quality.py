@@ -1,21 +1,19 @@
-"""Whether error bars are right: the yardsticks, and NLL, ECE, coverage, accuracy and reliability beside them."""
+"""Quality of the error bars: NLL, ECE, coverage, accuracy and reliability, compared with the yardsticks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
 
 from replication.drawing import COLOURS, LABELS, points
 from replication.rows import VERSIONS
 from replication.sections import name_of, select, shown
 from replication.settings import Preset
 from replication.trials import Trial
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-__all__ = ["draw_quality", "draw_reliability", "quality_table", "title_of", "yardsticks"]
 
 QUALITY = {
     "nll": "NLL (nats per jet)",
@@ -26,10 +24,10 @@ QUALITY = {
 
 
 def yardsticks(preset: Preset, sizes: dict[str, Any] | None = None) -> list[Trial]:
-    """One network; ten points of its path, which is what noise and test must improve on; the network with draws of its dropout
-    masks; five networks at the compute of one chain; and five full ones.
+    """Adam; ten points of its path, which noise and acceptance test must improve on; random dropout masks; an ensemble
+    of five at the compute of one chain; and an ensemble of five full trainings.
 
-    A step of AdamMCMC has two forwards and one backward, where Adam has one of each: about 4/3 of it.
+    A step of AdamMCMC has two forward passes and one backward pass, where Adam has one of each: about 4/3 of its cost.
     """
     base = replace(Trial.of(preset, "adam"), **(sizes or {}))
     return [
@@ -42,26 +40,23 @@ def yardsticks(preset: Preset, sizes: dict[str, Any] | None = None) -> list[Tria
 
 
 def draw_quality(axes: Sequence[Axes], scan: list[dict[str, Any]], yardsticks: list[dict[str, Any]]) -> None:
-    """NLL, ECE, coverage and accuracy against sigma, with the yardsticks as levels."""
+    """NLL, ECE, coverage and accuracy against sigma, with the yardsticks as horizontal lines."""
     for one, (what, title) in zip(axes, QUALITY.items(), strict=True):
         for name in VERSIONS:
             own = select(scan, name)
             points(one, [row["setting"]["sigma"] for row in own], [row[what] for row in own], name)
         _levels(one, _single(yardsticks), what)
-        one.set_title(title)
-        one.set_xlabel("sigma (nominal)")
+        one.set(title=title, xlabel="sigma (nominal)")
     axes[0].set_ylabel(f"on test jets, {scan[0]['setting']['steps']:,} steps")
 
 
 def draw_reliability(axes: Sequence[Axes], scan: list[dict[str, Any]], yardsticks: list[dict[str, Any]]) -> None:
-    """Tops that were found less tops that were promised, by score: each sigma a line, from dark (small) to light."""
-    import matplotlib as mpl
-
+    """Observed minus predicted fraction of tops, by score: one line per sigma, from dark (small) to light."""
     for one, name in zip(axes, (*VERSIONS, "yardsticks"), strict=True):
         own = _single(yardsticks) if name == "yardsticks" else select(scan, name)
         for number, row in enumerate(own):
             curve = row["reliability"]
-            gaps = [found - said for found, said in zip(curve["accuracy"], curve["confidence"], strict=True)]
+            gaps = [found - predicted for found, predicted in zip(curve["accuracy"], curve["confidence"], strict=True)]
             colour: Any = mpl.colormaps["viridis"](number / max(1, len(own)))
             label = f"sigma {row['setting']['sigma']:g}"
             if name == "yardsticks":
@@ -69,14 +64,13 @@ def draw_reliability(axes: Sequence[Axes], scan: list[dict[str, Any]], yardstick
             one.plot(curve["confidence"], gaps, marker=".", linewidth=1.2, color=colour, label=label)
         one.axhline(0.0, color="black", linewidth=0.8)
         one.set_ylim(-0.4, 0.4)
-        one.set_title(f"reliability: {LABELS.get(name, name)}")
-        one.set_xlabel("mean score of a top")
+        one.set(title=f"reliability: {LABELS.get(name, name)}", xlabel="mean score of a top")
         one.legend(fontsize=8, ncols=1 if name == "yardsticks" else 2)
     axes[0].set_ylabel(f"tops found less promised, {scan[0]['setting']['steps']:,} steps")
 
 
 def quality_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown: each row's quality, and whether its chains agree."""
+    """Markdown: quality and R-hat of each row."""
     lines = [
         "| | accuracy | NLL | ECE | coverage of 90% bars | mean spread | R-hat, median (worst) |",
         "|---|---|---|---|---|---|---|",
@@ -89,7 +83,7 @@ def quality_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _single(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row of each method: of two ensembles the one at the compute of one chain, which comes first."""
+    """One row per method: of the two ensembles the one at the compute of one chain, which comes first."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         found.setdefault(name_of(row), row)
@@ -97,7 +91,7 @@ def _single(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _levels(axes: Axes, rows: list[dict[str, Any]], what: str) -> None:
-    """What has no sigma: a level line."""
+    """Methods without a sigma, as horizontal lines."""
     for row in rows:
         value, name = row[what], name_of(row)
         if value is not None and value[0] is not None:

@@ -1,4 +1,4 @@
-"""A figure from its command to its files: `<figure>.json`, `<figure>.png` and `<figure>.md`."""
+"""Runs a figure and writes its files: `<figure>.json`, `<figure>.png` and `<figure>.md`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from replication.sets import read_sets
 from replication.settings import Preset
 from replication.work import Work
 
-__all__ = ["FIGURES", "figure_module", "read_result", "replicate"]
-
 FIGURES = {
     "headline": "headline",
     "fig1": "fig1",
@@ -36,44 +34,38 @@ FIGURES = {
     "lambda": "temperature",
     "theorems": "theorems",
 }
-"""What may be replicated, in the order of the page, and the file that does it."""
+"""All figures in the order of the page, and the module of each."""
 
 
 def figure_module(name: str) -> ModuleType:
-    """The file of a figure: it has `TITLE`, `run`, `draw` and `section`."""
+    """The module of a figure: it has `TITLE`, `run`, `draw` and `section`."""
     if name not in FIGURES:
-        raise ValueError(f"there is no figure '{name}'. Known: {', '.join(FIGURES)}.")
+        raise ValueError(f"unknown figure '{name}'. Known: {', '.join(FIGURES)}.")
     return import_module(f"replication.{FIGURES[name]}")
 
 
 def replicate(
-    figure: str,
-    preset: Preset,
-    folder: str | Path,
-    *,
-    jets: str | Path | None = None,
-    workers: int = 1,
-    progress: bool = True,
+    figure: str, preset: Preset, folder: str | Path, *, jets: str | Path | None = None, workers: int = 1, progress: bool = True
 ) -> dict[str, Any]:
-    """Run what is missing of a figure and write its files.
+    """Run the missing trials of a figure and write its files.
 
     Args:
         figure: one of `FIGURES`.
         preset: how large.
-        folder: where results go, and the trials that were done.
-        jets: a folder with `train` and `others`; None is what comes with the library.
-        workers: processes that share the trials. On a GPU several are faster than one: most of a small network's step is spent
-            on the host. (There, start NVIDIA's MPS first, or they wait for each other.)
+        folder: for the results and the finished trials.
+        jets: a folder with `train` and `others`; None is the bundled jets.
+        workers: processes that share the trials. On a GPU several are faster than one: most of a small network's step
+            is spent on the host. (Start NVIDIA's MPS first, or they wait for each other.)
         progress: show bars.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"'{folder}' is a file: results need a folder.")
+        raise ValueError(f"'{folder}' is a file, and the results need a folder.")
     folder.mkdir(parents=True, exist_ok=True)
     module = figure_module(figure)
     began = time.monotonic()
     others = [
-        multiprocessing.get_context("spawn").Process(target=_help, args=(figure, preset, folder, jets), daemon=True)
+        multiprocessing.get_context("spawn").Process(target=_work_along, args=(figure, preset, folder, jets), daemon=True)
         for _ in range(workers - 1)
     ]
     for process in others:
@@ -90,9 +82,9 @@ def replicate(
     document = {
         "figure": figure,
         "title": module.TITLE,
-        "command": f"adammcmc replicate {figure} --preset {preset.name}" + ("" if jets is None else " --jets JETS"),
+        "command": f"python -m replication {figure} --preset {preset.name}" + ("" if jets is None else " --jets JETS"),
         "preset": asdict(preset),
-        "command_seconds": round(time.monotonic() - began, 1),  # (trials that were there took theirs before)
+        "command_seconds": round(time.monotonic() - began, 1),  # (of this command: finished trials are not in it)
         "trials": work.used(),
         "adammcmc": adammcmc.__version__,
         "result": result,
@@ -103,7 +95,7 @@ def replicate(
 
 
 def write_files(document: dict[str, Any], folder: Path) -> None:
-    """The picture and the section, from the document alone."""
+    """The picture and the section of a document."""
     module = figure_module(document["figure"])
     with whole(folder / f"{document['figure']}.png") as file:
         module.draw(document["result"]).savefig(file, dpi=110, bbox_inches="tight")
@@ -115,14 +107,15 @@ def read_result(path: str | Path) -> dict[str, Any]:
     try:
         document: dict[str, Any] = json.loads(Path(path).read_text())
     except ValueError as error:
-        raise ValueError(f"'{path}' is no result of `adammcmc replicate`: {error}.") from error
+        raise ValueError(f"'{path}' is not a result of `python -m replication`: {error}.") from error
     if document.get("figure") not in FIGURES or "result" not in document:
-        raise ValueError(f"'{path}' is no result of `adammcmc replicate`.")
-    return document
+        raise ValueError(f"'{path}' is not a result of `python -m replication`.")
+    # the command as it is now: this package was once part of the wheel
+    return document | {"command": document["command"].replace("adammcmc replicate", "python -m replication")}
 
 
-def _help(figure: str, preset: Preset, folder: Path, jets: str | Path | None) -> None:
-    """Another process on the same trials; it ends with the one that started it, however that ends."""
+def _work_along(figure: str, preset: Preset, folder: Path, jets: str | Path | None) -> None:
+    """Another process on the same trials; it ends with its parent, however that ends."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     work = Work(preset, folder, None if jets is None else read_sets(preset, jets), progress=False)
     figure_module(figure).run(preset, work)

@@ -1,4 +1,4 @@
-"""From records to rows: one setting over its seeds, each number with its standard error."""
+"""Rows from records: one setting averaged over its seeds, each number with its standard error."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from replication.settings import Preset
 from replication.trials import Trial
 from replication.work import Work
 
-__all__ = ["VERSIONS", "Setting", "bands", "exact_settings", "lean", "row", "rows", "seeds_of", "version"]
-
 VERSIONS = {
     "released": {"method": "released", "scale": "mean"},
     "printed, batch sum": {"method": "printed", "scale": "batch_sum"},
     "printed, data sum": {"method": "printed", "scale": "data_sum"},
 }
-"""What is replicated three times over: the released script, and Algorithm 1 at two scales of lambda."""
+"""The three versions that are replicated: the released script, and Algorithm 1 at two scales of lambda."""
 
 Setting = Trial
-"""A trial of seed 0, which stands for all seeds."""
+"""A trial of seed 0, representing all seeds."""
 
-_TOLD = (
+_REPORTED = (
     "acceptance",
     "kappa",
     "noise",
@@ -44,43 +42,43 @@ _PLAIN = ("ece", "ece_by_chance", "coverage", "mean_spread", "sd_of_logit")
 
 
 def version(preset: Preset, name: str, **options: Any) -> Setting:
-    """One of `VERSIONS` with the paper's other settings, unless given."""
+    """One of `VERSIONS`, with the paper's values for all other settings unless given."""
     chosen: dict[str, Any] = {**VERSIONS[name], **options}
     return Trial.of(preset, chosen.pop("method"), **chosen)
 
 
 def seeds_of(settings: Sequence[Setting], number: int) -> list[Trial]:
-    """Each setting with so many seeds, all first seeds first: a run that is cut short has all of the scan once."""
+    """Each setting with this number of seeds, seed by seed: an interrupted scan is complete for its first seeds."""
     return [Trial(**{**vars(setting), "seed": seed}) for seed in range(number) for setting in settings]
 
 
 def rows(work: Work, settings: Sequence[Setting], seeds: int | None = None) -> list[dict[str, Any]]:
-    """A row for each setting; trials that are missing are run."""
+    """One row per setting; missing trials are run."""
     number = work.preset.seeds if seeds is None else seeds
     records = work.records(seeds_of(settings, number))
     return [row(records[i :: len(settings)]) for i in range(len(settings))]
 
 
 def lean(table: Sequence[dict[str, Any]], *keep: str) -> list[dict[str, Any]]:
-    """Rows without what is said of single groups of jets, but for these: files shall be small."""
+    """Rows without the bulky numbers on groups of jets, except those in `keep`: result files should be small."""
     return [{name: value for name, value in found.items() if name in keep or name not in _BULKY} for found in table]
 
 
 def row(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One setting: its trial's own numbers, and [mean, standard error] over the records of its seeds."""
+    """One setting: the trial's settings, and [mean, standard error] over the records of its seeds."""
     trial = dict(records[0]["trial"])
     trial.pop("seed")
     found: dict[str, Any] = {"setting": trial, "seeds": len(records), "num_test": records[0]["draws"]["num_test"]}
-    found |= {name: over_seeds([r.get(name) for r in records]) for name in _TOLD}
+    found |= {name: over_seeds([r.get(name) for r in records]) for name in _REPORTED}
     draws = [r["draws"] for r in records]
     found |= {name: over_seeds([d[name][0] for d in draws]) for name in _MEASURED}
     found |= {name: over_seeds([d.get(name) for d in draws]) for name in _PLAIN}
     if "loss" in records[0]:
         ends = [r["loss"]["values"][-max(1, len(r["loss"]["values"]) // 10) :] for r in records]
         found["final_loss"] = over_seeds([_mean(end) for end in ends])
-        on_the_way = [r["accuracy"]["values"] for r in records if r["accuracy"]["values"]]
-        found["best_accuracy"] = over_seeds([max(values) for values in on_the_way])
-        found["last_accuracy"] = over_seeds([values[-1] for values in on_the_way])
+        curves = [r["accuracy"]["values"] for r in records if r["accuracy"]["values"]]
+        found["best_accuracy"] = over_seeds([max(values) for values in curves])
+        found["last_accuracy"] = over_seeds([values[-1] for values in curves])
     found["groups"] = {name: _group([d["groups"][name] for d in draws]) for name in draws[0]["groups"]}
     found["reliability"] = _pooled([d["reliability"] for d in draws])
     for name in ("information", "others", "by_pt", "spread_by_pt"):
@@ -94,7 +92,7 @@ def row(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def bands(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Curves over the seeds: lowest, mean and highest, of the loss (by step) and of the accuracy."""
+    """Lowest, mean and highest over the seeds, of the loss curve and of the accuracy."""
     losses = list(zip(*(r["loss"]["values"] for r in records), strict=True))
     accuracies = list(zip(*(r["accuracy"]["values"] for r in records), strict=True))
     every = records[0]["loss"]["every"]
@@ -105,12 +103,12 @@ def bands(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def exact_settings(preset: Preset, lams: Sequence[float] = (1.0,), targets: Sequence[float | None] = (None,)) -> list[Setting]:
-    """Exact chains at these inverse temperatures and target acceptances (which set the size of their steps)."""
+    """Exact chains at these inverse temperatures and target acceptances (which determine their step size)."""
     return [Trial.exact(preset, lam=lam, target_acceptance=target) for lam in lams for target in targets]
 
 
 def _agreement(draws: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """R-hat over chains of the logits of some test jets: the median one and the worst, and the smallest effective number."""
+    """R-hat over chains of the logits of some test jets, median and worst, and the median effective sample size."""
     length = min(len(d["probes"]) for d in draws)
     values = torch.tensor([d["probes"][:length] for d in draws], dtype=torch.float64)  # (chains, draws, jets)
     rhat, ess = diagnostics.rhat(values), diagnostics.ess_bulk(values)
@@ -121,7 +119,7 @@ def _agreement(draws: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _pooled(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A reliability curve of all seeds: bins are weighted by their jets; empty ones are left out."""
+    """The reliability curve of all seeds: bins are weighted by their jets; empty ones are dropped."""
     found: dict[str, Any] = {"confidence": [], "accuracy": [], "count": []}
     for number in range(len(parts[0]["count"])):
         counts = [p["count"][number] for p in parts]
@@ -134,7 +132,7 @@ def _pooled(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _group(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of a group of jets over the seeds, and the error that the test jets, which all seeds share, add to each."""
+    """Medians of a group of jets over the seeds, and the error from the test jets, which all seeds share."""
     found: dict[str, Any] = {"jets": _mean([p["jets"] for p in parts])}
     for what in ("mean", "spread"):
         found[what] = over_seeds([p[what][1] for p in parts])
@@ -143,7 +141,7 @@ def _group(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _error_of_median(group: dict[str, Any], what: str) -> float:
-    """Of a group's jets, as if they were normal: 1.2533 sd / sqrt(n), with the sd from the quartiles."""
+    """Standard error of the median of normal values: 1.2533 sd / sqrt(n), with the sd from the quartiles."""
     low, _, high = group[what]
     return float(1.2533 * (high - low) / 1.349 / math.sqrt(group["jets"])) if group["jets"] else 0.0
 
@@ -158,7 +156,8 @@ def _band(columns: Sequence[Sequence[float | None]]) -> dict[str, list[float | N
 
 
 def _averaged(parts: Sequence[Any]) -> Any:
-    """Numbers at the same places of several objects, as [mean, standard error]; a [value, error] counts by its value."""
+    """Corresponding numbers of several objects, as [mean, standard error]; a [value, error] pair contributes its
+    value."""
     first = parts[0]
     if isinstance(first, dict):
         return {key: _averaged([p[key] for p in parts if key in p]) for key in first}
@@ -173,6 +172,6 @@ def _averaged(parts: Sequence[Any]) -> Any:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Of those that are known: a loss that was not finite is None in a record."""
+    """The mean of the known values: a loss that was not finite is None in a record."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

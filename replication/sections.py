@@ -1,12 +1,15 @@
 """What the sections of the page share: the table of published and measured numbers, its verdicts, and the health lines.
 
-The rule of a verdict: "same" if the published number lies in ours' 95% interval, or as near as the published figure can be
-read; else it differs. With n seeds, whose standard error is s, and test jets that all of them share and that add an error e,
+A number is the "same" if the published one lies in our 95% interval, or within the precision to which the published
+figure can be read. With n seeds of standard error s, and an error e from the test jets, which all seeds share, the
+condition is
 
-    |ours - published| <= max(sqrt((t s)^2 + (2 e)^2), reading),    t: 97.5% point of Student's distribution, n - 1 degrees
+    |ours - published| <= max(sqrt((t s)^2 + (2 e)^2), reading)
 
-A number of a single seed has no s. Where that interval is more than half of the published number on either side
-(and more than the reading), agreement means nothing, and is not told.
+with t the 97.5% point of Student's distribution with n - 1 degrees of freedom.
+
+A single seed has no s. If the half width exceeds half of the published number (and the reading), agreement is
+meaningless, and the verdict is "cannot tell".
 """
 
 from __future__ import annotations
@@ -20,26 +23,6 @@ from replication import published
 from replication.drawing import LABELS, Value
 from replication.rows import VERSIONS
 
-__all__ = [
-    "RULE",
-    "Line",
-    "agreement",
-    "at",
-    "error_of",
-    "exact_data",
-    "health",
-    "name_of",
-    "of_acceptance",
-    "of_anchors",
-    "of_test_jets",
-    "seeds_by",
-    "select",
-    "shown",
-    "table",
-    "verdict",
-    "where",
-]
-
 RULE = (
     "Ours: mean ± standard error over the seeds. *Same*: the published number is in the 95% interval of ours (Student's, with "
     "the error of the test jets), or as near as the published figure can be read ({read_to}). *Cannot tell*: in an interval of "
@@ -52,13 +35,13 @@ class Line:
     """A line of the table.
 
     Args:
-        what: in words.
-        published: a number, or what was said in words, or None.
+        what: a description.
+        published: a number, a statement in words, or None.
         ours: [mean, error] by sampler.
-        read_to: how exactly the published number is known.
-        digits: after the point.
-        seeds: behind the errors; by sampler, or the same for all.
-        test_error: what the test jets, which all seeds share, add to the error; by sampler, or the same for all.
+        read_to: the precision of the published number.
+        digits: after the decimal point.
+        seeds: the number behind the errors; by sampler, or the same for all.
+        test_error: the contribution of the test jets, which all seeds share; by sampler, or the same for all.
     """
 
     what: str
@@ -70,7 +53,7 @@ class Line:
     test_error: float | dict[str, float] = 0.0
 
     def half_width(self, name: str) -> float:
-        """Of the 95% interval of this sampler's number."""
+        """Half the width of the 95% interval of this sampler's number."""
         value = self.ours.get(name)
         own = 0.0 if value is None or value[1] is None else value[1]
         error = self.test_error.get(name, 0.0) if isinstance(self.test_error, dict) else self.test_error
@@ -78,11 +61,11 @@ class Line:
         return math.hypot(_STUDENT.get(seeds - 1, 2.0) * own, 2 * error)
 
     def is_same(self, name: str) -> bool:
-        """Whether this sampler has the published number: the rule above."""
+        """Whether this sampler reproduces the published number: the rule above."""
         return self._is_within(name, max(self.half_width(name), self.read_to))
 
     def is_vague(self, name: str) -> bool:
-        """Whether its interval is so wide that agreement means nothing."""
+        """Whether the interval is so wide that agreement is meaningless."""
         if not isinstance(self.published, float):
             return False
         return self.is_same(name) and self.half_width(name) > max(abs(self.published) / 2, self.read_to)
@@ -95,17 +78,17 @@ class Line:
 
 
 _STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Its 97.5% points, by degrees of freedom; of many 2."""
+"""97.5% points of Student's distribution by degrees of freedom; 2 for many."""
 
 
 def of_test_jets(share: float, rows: Sequence[dict[str, Any]]) -> float:
-    """The error of a share of the test jets, like an accuracy: sqrt(p (1 - p) / n)."""
+    """The binomial error of a fraction p of the test jets, such as an accuracy: sqrt(p (1 - p) / n)."""
     number = min((row["num_test"] for row in rows), default=0)
     return math.sqrt(max(0.0, share * (1 - share)) / number) if number else 0.0
 
 
 def of_acceptance(words: str, rows: Sequence[dict[str, Any]], accepted: float | None, error: float | None) -> list[Line]:
-    """The acceptance and, if it was published, 1 - accuracy, of one setting: a row for each sampler."""
+    """Acceptance and, if published, 1 - accuracy at one setting; `rows` has one row per sampler."""
     seeds, wrong = seeds_by(rows), {name: error_of(value) for name, value in at(rows, "accuracy").items()}
     found = [Line(f"acceptance, {words}", accepted, at(rows, "acceptance"), published.ACCEPTANCE_READ_TO, seeds=seeds)]
     if error is not None:
@@ -115,18 +98,22 @@ def of_acceptance(words: str, rows: Sequence[dict[str, Any]], accepted: float | 
 
 
 def table(lines: Sequence[Line], columns: Sequence[str]) -> str:
-    """Markdown: what, published, one column for each sampler, verdict."""
-    head = ["", "published", *(LABELS.get(name, name) for name in columns), "verdict"]
-    rows = [head, ["---"] * len(head)]
+    """Markdown: description, published, one column per sampler, verdict."""
+    rows = []
     for line in lines:
         published = f"{line.published:.{line.digits}f}" if isinstance(line.published, float) else line.published or "–"
         ours = [shown(line.ours.get(name), line.digits) for name in columns]
         rows.append([line.what, published, *ours, verdict(line, columns)])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    return markdown(["", "published", *(LABELS.get(name, name) for name in columns), "verdict"], rows) + "\n"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table, without a newline at its end."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def verdict(line: Line, columns: Sequence[str]) -> str:
-    """Which samplers have the published number."""
+    """Which samplers reproduce the published number."""
     if not isinstance(line.published, float):
         return "–"
     known = [name for name in columns if (value := line.ours.get(name)) is not None and value[0] is not None]
@@ -143,14 +130,14 @@ def verdict(line: Line, columns: Sequence[str]) -> str:
 
 
 def agreement(lines: Sequence[Line], name: str) -> tuple[int, int, int]:
-    """How many published numbers this sampler has, of how many that it speaks to, and of how many that cannot be told."""
+    """How many published numbers this sampler reproduces, out of how many it measures, and how many are undecided."""
     spoken = [line for line in lines if isinstance(line.published, float) and (line.ours.get(name) or [None])[0] is not None]
     vague = sum(line.is_vague(name) for line in spoken)
     return sum(line.is_same(name) for line in spoken) - vague, len(spoken), vague
 
 
 def shown(value: Value, digits: int = 3) -> str:
-    """0.602 ± 0.004, with one digit more for small errors; a dash where there is nothing."""
+    """0.602 ± 0.004; a dash for a missing value."""
     if value is None or value[0] is None or not math.isfinite(value[0]):
         return "–"
     if value[1] is None:
@@ -175,7 +162,7 @@ def select(rows: Iterable[dict[str, Any]], name: str, **settings: Any) -> list[d
 
 
 def at(rows: Iterable[dict[str, Any]], what: str, **settings: Any) -> dict[str, Value]:
-    """One number at these settings, by sampler."""
+    """One column at these settings, by sampler."""
     found: dict[str, Value] = {}
     for row in rows:
         if all(row["setting"][key] == value for key, value in settings.items()):
@@ -184,17 +171,17 @@ def at(rows: Iterable[dict[str, Any]], what: str, **settings: Any) -> dict[str, 
 
 
 def seeds_by(rows: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """How many seeds the rows of each sampler have."""
+    """The number of seeds of each sampler."""
     return {name_of(row): row["seeds"] for row in rows}
 
 
 def error_of(value: Value) -> Value:
-    """1 - accuracy, of an accuracy."""
+    """1 - accuracy."""
     return None if value is None or value[0] is None else [1 - value[0], value[1]]
 
 
 def health(rows: Iterable[dict[str, Any]]) -> str:
-    """For each sampler: how many of its chains called themselves healthy, and what the first of its middle setting said."""
+    """For each sampler: how many of its chains are healthy, and the verdict of the first one at its middle setting."""
     by_name: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["verdicts"]:
@@ -211,7 +198,7 @@ def health(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def exact_data(exact: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> str:
-    """A sentence: exact chains have fewer jets than the others, which alone makes them wider and worse."""
+    """A sentence: exact chains use fewer jets than the others, which alone makes them wider and less accurate."""
     if not exact or not others:
         return ""
     few, many = exact[0]["setting"], others[0]["setting"]
@@ -222,7 +209,7 @@ def exact_data(exact: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]
 
 
 def of_anchors(rows: Sequence[dict[str, Any]]) -> str:
-    """What was run on the paper's network, a line for each setting."""
+    """The runs on the paper's network, one line per setting."""
     lines = ["", "On the paper's network:", ""]
     for row in rows:
         name, steps = name_of(row), f"{row['setting']['steps']:,} steps"
@@ -236,7 +223,7 @@ def of_anchors(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def where(row: dict[str, Any]) -> str:
-    """A setting in words."""
+    """A setting, described."""
     setting = row["setting"]
     if setting["method"] == "exact":
         return f"lambda {setting['lam']:g}, target acceptance {setting['target_acceptance']}"

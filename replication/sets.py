@@ -1,4 +1,4 @@
-"""The jets of a replication: to train on, to score on, and from elsewhere."""
+"""The jets of a replication: training, test and out-of-distribution."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from adammcmc.jets.files import bundled, read_jets
 from adammcmc.jets.particlenet import ParticleNet
 from replication.settings import Preset
 
-__all__ = ["JetSets", "read_sets"]
-
 
 @dataclass(frozen=True)
 class JetSets:
-    """What trials run on: jets to train on, held-out jets, and jets from elsewhere (of all kinds, with a wider range of pT)."""
+    """The data of the trials: training jets, test jets, and out-of-distribution jets (all kinds, wider range of pT)."""
 
     train: Jets
     test: Jets
@@ -25,11 +23,11 @@ class JetSets:
     _served: dict[Any, JetData] = field(default_factory=dict, repr=False, compare=False)
 
     def data(self, name: str, network: ParticleNet, num_jets: int | None = None, batch_size: int | None = None) -> JetData:
-        """Jets as this network takes them, on its device. The same object for all trials: finding neighbours takes its time."""
+        """Jets as inputs of this network, on its device. Cached for all trials: finding the neighbours is slow."""
         device = next(network.parameters()).device
         key = name, num_jets, batch_size, network.num_neighbours, device
         if key not in self._served:
-            # on a GPU one shape for all batches, so that steps can be captured
+            # one shape for all batches on a GPU, so that steps can be captured
             capacity: Literal["auto"] | None = "auto" if device.type == "cuda" else None
             jets: Jets = getattr(self, name)[:num_jets]
             k = network.num_neighbours
@@ -42,8 +40,8 @@ def read_sets(preset: Preset, folder: str | Path | None = None) -> JetSets:
 
     Args:
         preset: how many.
-        folder: has `train` (top and QCD, which are split into training and test) and `others` (kinds from elsewhere), each a
-            file or folder that `read_jets` takes; None is what comes with the library.
+        folder: contains `train` (top and QCD, split into training and test) and `others` (out-of-distribution kinds),
+            each a file or folder that `read_jets` takes; None is the bundled jets.
     """
     if folder is None:
         both, others = read_jets(bundled("jets")), read_jets(bundled("others"))

@@ -1,4 +1,4 @@
-"""How large a replication is, and the paper's numbers in this library's units."""
+"""The size of a replication, and the paper's numbers in this library's units."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any, Literal
 
 from adammcmc.jets.tagger import best_device
 
-__all__ = ["PAPER_PARAMS", "PRESETS", "Preset", "along", "preset"]
-
 PAPER_PARAMS = 366_160
-"""Of the paper's ParticleNet. Its nominal sigma and sigma_Delta are divided by the root of this: so they are on any network."""
+"""Weights of the paper's ParticleNet. Nominal sigma and sigma_Delta are divided by the root of this, on any network."""
 
 Size = Literal["lite", "particlenet"]
 
@@ -23,22 +21,22 @@ class Preset:
     Args:
         name: smoke, small, h200 or paper.
         network: of the scans.
-        num_train: jets to train on, top and QCD alike.
-        num_test: jets to score on.
-        num_others: jets of each kind from elsewhere, at most.
+        num_train: training jets, half top and half QCD.
+        num_test: test jets.
+        num_others: out-of-distribution jets of each kind, at most.
         batch_size: jets in a step.
-        steps: of a chain, with its burn-in.
+        steps: of a chain, burn-in included.
         long_steps: of the chains and trainings of Figure 1, the paper's 100 epochs; 0 is `steps`.
         num_draws: of a chain; the paper's 10.
         seeds: runs of each setting.
-        thin: take every `thin`-th point of a scan, its ends always.
-        anchors: whether three settings of each figure also run on the paper's network.
-        compared_data: jets of Figure 4, all of which the full-data test looks at in each step.
+        thin: take every `thin`-th point of a scan, and both ends.
+        anchors: also run some settings of each figure on the paper's network.
+        compared_data: jets of Figure 4, all of which the full-data test reads in each step.
         exact_data: jets of the exact chains.
-        exact_steps: of the exact chains, with burn-in.
+        exact_steps: of the exact chains, burn-in included.
         exact_chains: of each setting.
         precision: of the network in trials that are not exact.
-        device: where it runs; "" is the GPU if there is one.
+        device: "" is the GPU if there is one.
     """
 
     name: str
@@ -62,28 +60,23 @@ class Preset:
 
     @property
     def burn_in(self) -> int:
-        """The paper's share: 48 of 100 epochs, rounded to one half."""
+        """The paper's fraction: 48 of 100 epochs, rounded to one half."""
         return self.steps // 2
 
     @property
     def long(self) -> dict[str, Any]:
-        """Steps and burn-in of Figure 1's runs, as options of a trial."""
+        """Steps and burn-in of the long runs, as options of a trial."""
         steps = self.long_steps or self.steps
         return {"steps": steps, "burn_in": steps // 2}
 
-    @property
-    def gap(self) -> int:
-        """Steps between draws, so that they fill the second half."""
-        return max(1, (self.steps - self.burn_in) // self.num_draws)
-
     def points(self, values: tuple[float, ...], at_least: tuple[float, ...] = ()) -> tuple[float, ...]:
-        """The points of a scan at this size."""
+        """The points of a scan at this size, including those in `at_least`."""
         kept = set(values[:: self.thin]) | {values[0], values[-1]} | set(at_least)
         return tuple(x for x in values if x in kept)
 
     @property
     def is_for_gpu(self) -> bool:
-        """Whether a CPU would take days."""
+        """Whether it would take days on a CPU."""
         return self.num_train * self.steps > 10_000_000
 
     @property
@@ -113,10 +106,10 @@ PRESETS = {
 def preset(name: str) -> Preset:
     """One of `PRESETS`."""
     if name not in PRESETS:
-        raise ValueError(f"there is no preset '{name}'. Known: {', '.join(PRESETS)}.")
+        raise ValueError(f"unknown preset '{name}'. Known: {', '.join(PRESETS)}.")
     return PRESETS[name]
 
 
 def along(sigma_delta: float) -> float:
-    """The paper's nominal sigma_Delta as `sigma_along`."""
+    """The paper's nominal sigma_Delta as this library's `sigma_along`."""
     return sigma_delta / math.sqrt(PAPER_PARAMS)

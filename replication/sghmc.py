@@ -2,54 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from adammcmc.target.target import Prior
-
-__all__ = ["ScaleAdaptedSGHMC"]
+MDECAY = 0.05
 
 
 class ScaleAdaptedSGHMC(torch.optim.Optimizer):
-    r"""SGHMC (Chen, Fox and Guestrin 2014) that adapts its scale in burn-in (Springenberg et al. 2016). **Approximate.**
+    r"""SGHMC (Chen, Fox and Guestrin 2014) that adapts its scale during burn-in (Springenberg et al. 2016).
+    **Approximate.**
 
-        g = n * grad(mean loss) - grad log prior                             (1)  the gradient of U: the SUM over the data
-        tau' = tau + 1 - tau gbar^2 / V                                      (2)  in burn-in only, for each weight
-        gbar' = gbar + (g - gbar) / (tau + 1),   V' = V + (g^2 - V) / (tau + 1)                  (3)
-        v' = v - lr^2 V^(-1/2) g - mdecay v + N(0, max(0, 2 lr^2 mdecay V^(-1/2) - lr^4))        (4)
-        theta' = theta + v'                                                  (5)
+        g = n * grad(mean loss)                                                              (1)
+        tau' = tau + 1 - tau gbar^2 / V                                                      (2)
+        gbar' = gbar + (g - gbar) / (tau + 1),   V' = V + (g^2 - V) / (tau + 1)              (3)
+        v' = v - lr^2 V^(-1/2) g - mdecay v + N(0, max(0, 2 lr^2 mdecay V^(-1/2) - lr^4))    (4)
+        theta' = theta + v'                                                                  (5)
 
-    (2) and (3) are equations (8) and (9) of Springenberg et al., (4) and (5) their (10). All of tau, gbar and V start at 1. The
-    paper has 1 / tau in (3), with which this start would stay at tau = 1 and V = g^2 for ever.
+    g is the gradient of U, the SUM over the data. (2) and (3), for each weight and during burn-in only, are equations
+    (8) and (9) of Springenberg et al., (4) and (5) their (10). tau, gbar and V start at 1. Their paper has 1 / tau in
+    (3), with which tau would stay at its start of 1, and V = g^2.
 
-    `backward()` of the MEAN loss of a batch leaves its gradient in `p.grad`, as for any optimizer, and `step` multiplies it
-    by `num_data`: who takes the mean for the sum samples at n times the temperature. There is no Metropolis test. lr is the
-    step epsilon as it stands in the equations (some implementations divide it by sqrt(n)), `mdecay` the part of the velocity
-    that is lost in a step (epsilon V^(-1/2) C in the paper). lr^4 is subtracted because gradients bring noise of their own:
-    that much if V is all noise. On a Gaussian of curvature h, with V frozen and gradients of noise variance W,
+    It is an optimizer: `p.grad` holds the gradient of the MEAN loss of a batch, and `step` multiplies it by `num_data`.
+    Using the mean in place of the sum would sample at n times the temperature. There is no Metropolis test. lr is the
+    step epsilon of the equations (some implementations divide it by sqrt(n)), `mdecay` the fraction of the velocity
+    that is lost in a step (epsilon V^(-1/2) C in the paper). lr^4 is subtracted because gradients are noisy themselves:
+    it is their contribution if V is all noise. On a Gaussian of curvature h, with V frozen and gradients of noise
+    variance W,
 
         Var(theta) = (1/h) [1 - (1 - W / V) lr^2 V^(1/2) / (2 mdecay)] / [1 - lr^2 h V^(-1/2) / (4 - 2 mdecay)]     (6)
 
     exactly, which is 1/h as lr -> 0. Where V^(1/2) > 2 mdecay / lr^2 (1,000 at the defaults) no noise is added at all.
-    Gradients of the sum over a large data set are easily that large; the chain is then SGD with momentum. `silent` says
-    for how many weights.
+    Gradients of the sum over a large data set are often that large; the chain is then SGD with momentum.
+    `noiseless_share` measures for how many weights.
 
-    The code released with the AdamMCMC paper differs: its burn-in lasts as long as the run, so that V follows the gradients for
-    ever and nothing says what is sampled; its prior is N(0, 0.1^2) on every weight (`prior=Gaussian(0.1)` here).
+    The code released with the AdamMCMC paper differs. Its burn-in lasts as long as the run, so that V follows the
+    gradients throughout and the target is unknown. Its prior is N(0, 0.1^2) on every weight. Here a prior is part of
+    the gradient, as `OptimizerMCMC(..., prior=Gaussian(0.1))` makes it.
 
-    Nothing is read back from the device, and `step` may be captured in a CUDA graph, after one step that makes the state: with
-    the default generator, or with one that was registered with the graph (`graph.register_generator_state`).
+    Nothing is read back from the device, so that `step` can be captured in a CUDA graph after one step that creates the
+    state.
 
     Args:
         params: parameters or groups, as for any optimizer. A parameter without a gradient stays where it is.
         lr: the step epsilon.
-        mdecay: the part of the velocity that is lost in a step.
+        mdecay: the fraction of the velocity that is lost in a step.
         num_data: the number of training examples n.
-        burn_in: steps in which V is adapted; it is frozen afterwards.
-        prior: a `Prior`; None is flat.
+        burn_in: steps during which V is adapted; it is frozen afterwards.
         generator: the source of the noise; by default torch's own.
     """
 
@@ -57,11 +58,10 @@ class ScaleAdaptedSGHMC(torch.optim.Optimizer):
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float = 1e-2,
-        mdecay: float = 0.05,
+        mdecay: float = MDECAY,
         *,
         num_data: int,
         burn_in: int,
-        prior: Prior | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         if not lr > 0:
@@ -72,13 +72,9 @@ class ScaleAdaptedSGHMC(torch.optim.Optimizer):
             raise ValueError(f"`num_data` must be at least 1, got {num_data}.")
         if burn_in < 0:
             raise ValueError(f"`burn_in` must not be negative, got {burn_in}.")
-        if prior is not None and prior.is_bounded:
-            raise ValueError(f"`prior` must be positive everywhere, got {prior}: no test is made that could keep its bounds.")
-        self.num_data, self.prior, self.generator = num_data, prior, generator
-        # capturable: torch's `load_state_dict` then brings the step counter to the parameter's device
+        self.num_data, self.generator = num_data, generator
+        # capturable: `load_state_dict` then moves the step counter to the parameter's device
         super().__init__(params, {"lr": lr, "mdecay": mdecay, "burn_in": burn_in, "capturable": True})
-        if prior is not None:
-            prior.check([p for group in self.param_groups for p in group["params"]])
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -86,19 +82,15 @@ class ScaleAdaptedSGHMC(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step from the gradients in `p.grad`; with a closure, from those that it leaves there."""
+        """One step from the gradients in `p.grad`; with a closure, from those that it computes."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        params = [p for group in self.param_groups for p in group["params"]]
-        slopes = None if self.prior is None else self.prior.grad(params)
-        of_prior = {} if slopes is None else dict(zip(params, slopes, strict=True))
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    grad = p.grad * self.num_data
-                    self._move(p, grad - of_prior[p] if p in of_prior else grad, group)
+                    self._move(p, p.grad * self.num_data, group)
         return loss
 
     def _move(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
@@ -109,7 +101,7 @@ class ScaleAdaptedSGHMC(torch.optim.Optimizer):
             state["tau"], state["mean"], state["square"] = (torch.ones_like(p) for _ in range(3))
             state["velocity"] = torch.zeros_like(p)
         tau, mean, square, velocity = (state[key] for key in ("tau", "mean", "square", "velocity"))
-        is_adapting = state["step"] < group["burn_in"]  # on the device: a graph goes on to adapt, and stops, by itself
+        is_adapting = state["step"] < group["burn_in"]  # on the device: a captured step stops adapting by itself
         state["step"] += 1
         rate = torch.where(is_adapting, 1 / (tau + 1), 0.0)
         tau.add_(torch.where(is_adapting, 1 - tau * mean.square() / square, 0.0))
@@ -121,12 +113,13 @@ class ScaleAdaptedSGHMC(torch.optim.Optimizer):
         velocity.mul_(1 - mdecay).addcmul_(scale, grad, value=-1).addcmul_(variance.sqrt(), noise)
         p.add_(velocity)
 
-    def silent(self) -> Tensor:
-        """The part of the weights to which no noise is added, because V^(1/2) > 2 mdecay / lr^2: a number on the device."""
-        flags = [
-            (self.state[p]["square"].sqrt() > 2 * group["mdecay"] / group["lr"] ** 2).flatten()
-            for group in self.param_groups
-            for p in group["params"]
-            if p in self.state
-        ]
-        return torch.cat(flags).double().mean()
+
+def noiseless_share(states: Iterable[Mapping[str, Tensor]], lr: float, mdecay: float = MDECAY) -> float:
+    """The fraction of the weights to which no noise is added, because V^(1/2) > 2 mdecay / lr^2.
+
+    Args:
+        states: of the parameters, `optimizer.state.values()`.
+        lr: the step epsilon.
+        mdecay: the fraction of the velocity that is lost in a step.
+    """
+    return float(torch.cat([(state["square"].sqrt() > 2 * mdecay / lr**2).flatten() for state in states]).double().mean())

@@ -1,21 +1,19 @@
-"""The inverse temperature lambda: spread, acceptance and accuracy over the paper's range, and in our units."""
+"""The inverse temperature lambda: spread, acceptance and accuracy over the paper's range, and its value in our
+units."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from adammcmc.target.target import from_paper
+from matplotlib.figure import Figure
+
+from adammcmc.target.units import from_paper
 from replication.drawing import LABELS, canvas, legend, log_ticks, points
 from replication.fig1 import WIDE
 from replication.rows import VERSIONS, exact_settings, lean, rows, version
 from replication.sections import Line, at, exact_data, health, of_anchors, select, shown, table
 from replication.settings import Preset
 from replication.work import Work
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["EXACT_LAMS", "TITLE", "draw", "run", "section"]
 
 TITLE = "The inverse temperature lambda"
 LAMS = (1e-4, 1e-2, 1.0, 1e2, 1e3)
@@ -28,7 +26,7 @@ WHATS = {
 
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
-    """The paper's range in each version, and exact chains at some temperatures."""
+    """The paper's range in each version, and exact chains at three temperatures."""
     lams = preset.points(LAMS, at_least=(1.0,))
     scan = [version(preset, name, lam=lam, sigma=0.2, sigma_delta=WIDE) for name in VERSIONS for lam in lams]
     anchors = [
@@ -42,15 +40,13 @@ def run(preset: Preset, work: Work) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """Acceptance, spread and accuracy against lambda. (Exact chains are plotted at their own lambda, of the data sum.)"""
+    """Acceptance, spread and accuracy against lambda. (That of exact chains multiplies the data sum.)"""
     with canvas(1, 3, width=13.0, height=4.6) as (figure, axes):
         for one, (what, title) in zip(axes, WHATS.items(), strict=True):
             for name in (*VERSIONS, "exact"):
                 own = select([*result["scan"], *result["exact"]], name)
                 points(one, [row["setting"]["lam"] for row in own], [row[what] for row in own], name)
-            one.set_xscale("log")
-            one.set_xlabel("lambda")
-            one.set_ylabel(title)
+            one.set(xscale="log", xlabel="lambda", ylabel=title)
         axes[0].set_ylim(-0.03, 1.03)
         axes[1].set_yscale("log")
         log_ticks(axes[1].yaxis)
@@ -59,7 +55,7 @@ def draw(result: dict[str, Any]) -> Figure:
 
 
 def section(result: dict[str, Any]) -> str:
-    """Each number at each lambda."""
+    """All numbers at each lambda."""
     columns = [*VERSIONS, "exact"]
     every = [*result["scan"], *result["exact"]]
     lines = [

@@ -1,63 +1,62 @@
-r"""Theorems 1 and 2, running: does the law of the chain go to the target, with the correction C and without?
+r"""Theorems 1 and 2 in practice: does the chain converge to the target, with the correction C and without?
 
-Thousands of chains start far from a target in one dimension whose law is known (`convergence.py`). After k steps their
-histogram is compared with the target: the chain of Theorem 1 goes down to the noise of so many chains, Algorithm 1 (C = 1)
-stops above it. Beside it the bound of Theorem 2, in numbers, and the energy at which Algorithm 1 rests on a Gaussian in P
-dimensions.
+Thousands of chains start far from a known one-dimensional target (`convergence.py`). After k steps their histogram is
+compared with the target: the chain of Theorem 1 reaches the noise floor of this number of chains, Algorithm 1 (C = 1)
+stops above it. Also shown are the bound of Theorem 2, in numbers, and the stationary energy of Algorithm 1 on a
+Gaussian in P dimensions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import matplotlib as mpl
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from torch import Tensor
 
 from adammcmc import kernels
 from adammcmc.kernels.kernel import Info, Kernel
-from adammcmc.target.target import Density
+from adammcmc.target.density import Density
 from replication.convergence import NUM_BINS, Settings, bounds, distance, floor, log_density, starts
 from replication.drawing import COLOURS
+from replication.sections import markdown
 from replication.settings import Preset
 from replication.work import Work
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-__all__ = ["TITLE", "draw", "run", "section"]
 
 TITLE = "Theorems 1 and 2: convergence with the correction C, and the bias without it"
 
 BETAS = (0.0, 0.5, 0.9, 0.99)
 SHORT = Settings(lr=0.1, sigma=0.1, sigma_along=3.0, momentum_spread=(2.0, 6.0))
-"""Steps that are short beside the target: what one does in many dimensions, and where C = 1 shows."""
+"""Steps that are short compared with the target, as in many dimensions: the bias of C = 1 is visible."""
 WIDE = Settings(lr=1.0, sigma=1.5, sigma_along=1.0, momentum_spread=(6.0, 40.0))
-"""Steps that cross the target at once: where the constant a of Theorem 2 is not tiny."""
+"""Steps as wide as the target: the constant a of Theorem 2 is not tiny."""
 BOUND_BETAS = (0.0, 0.0001, 0.001, 0.01, 0.5, 0.9, 0.99)
 ALONG = 3.0
 """sigma_along of the Gaussian in P dimensions."""
 SEED = 1
 ERRORS = 4.5
-"""Standard errors that make a difference."""
+"""Standard errors that count as a difference."""
 NEGLIGIBLE = 0.05
-"""A total variation that a bound should get below."""
+"""A total variation that is considered negligible."""
 
 
 @dataclass(frozen=True)
 class _Size:
     chains: int
-    """Of a histogram."""
+    """In a histogram."""
     last: int
-    """k at the end."""
+    """The last k."""
     dimensions: tuple[int, ...]
     bias_chains: int
     bias_steps: int
-    """Of which the first half is dropped: the memory of 100 steps at beta = 0.99 makes a transient of about 500."""
+    """The first half is dropped: at beta = 0.99 the memory of 100 steps causes a transient of about 500."""
 
 
 _LARGE = _Size(100_000, 1_000, (1, 5, 20, 100, 400), 400, 2_000)
@@ -70,7 +69,7 @@ _SIZES = {
 
 
 def run(preset: Preset, work: Work) -> dict[str, Any]:
-    """Curves of the total variation, the bound of Theorem 2, and the bias of C = 1; what is finished is kept."""
+    """Curves of the total variation, the bound of Theorem 2, and the bias of C = 1; finished parts are kept."""
     size, device = _SIZES[preset.name], torch.device(preset.where)
 
     parts: dict[str, Callable[[], Any]] = {
@@ -126,7 +125,7 @@ def _printed(settings: Settings, beta: float) -> Kernel:
 def _steps(
     kernel: Kernel, density: Callable[[Tensor], Tensor], start: Tensor, num_steps: int, generator: torch.Generator
 ) -> Iterator[tuple[int, Tensor, Info]]:
-    """k, where the chains are after k steps, and what the step said: `sample_density` that keeps nothing."""
+    """k, the positions of the chains after k steps, and the info of the step: `sample_density` without storage."""
     potential = Density(density)
     state = kernel.init(start, potential)
     for k in range(1, num_steps + 1):
@@ -141,7 +140,7 @@ def _marks(last: int) -> list[int]:
 
 
 def _curve(kernel: Kernel, num_chains: int, last: int, device: torch.device) -> dict[str, Any]:
-    """Total variation after k steps, for a few k."""
+    """Total variation after k steps, at a few k."""
     generator = torch.Generator(device).manual_seed(SEED)
     marks = _marks(last)
     found: list[tuple[float, float]] = []
@@ -163,7 +162,7 @@ def _gaussian(theta: Tensor) -> Tensor:
 
 
 def _energy(dim: int, beta: float, num_chains: int, num_steps: int, device: torch.device) -> dict[str, float]:
-    """2 E[U] / P of Algorithm 1 on N(0, 1) in P dimensions (truth 1), from exact draws; the error is between chains."""
+    """2 E[U] / P of Algorithm 1 on N(0, 1) in P dimensions (truth 1), from exact draws; the error is over chains."""
     generator = torch.Generator(device).manual_seed(SEED)
     sigma = 1.3 / math.sqrt(dim)
     kernel = kernels.adam_mcmc(0.35 * sigma, (beta, beta), sigma=sigma, sigma_along=ALONG)
@@ -184,7 +183,7 @@ def _energy(dim: int, beta: float, num_chains: int, num_steps: int, device: torc
 
 
 def _bounds() -> dict[str, Any]:
-    """Theorem 2 in numbers, for the wide steps at several beta, and its a for the short ones."""
+    """Theorem 2 in numbers: for wide steps at several beta, and the constant a for short steps."""
     wide = bounds(WIDE, BOUND_BETAS)
     none = wide[0]
     return {
@@ -206,10 +205,7 @@ _MARKERS = dict(zip(BETAS, "os^D", strict=True))
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """Total variation against k; the bound of Theorem 2 beside the chain; the energy of C = 1 against P."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
+    """Total variation against k; the bound of Theorem 2 and a chain; the energy of C = 1 against P."""
     with mpl.rc_context({"font.size": 12, "legend.fontsize": 10}):
         figure = Figure(figsize=(15, 5.4), dpi=110, facecolor="white", layout="constrained")
         first, second, third = figure.subplots(1, 3)
@@ -220,8 +216,6 @@ def draw(result: dict[str, Any]) -> Figure:
 
 
 def _panel_curves(axes: Axes, result: dict[str, Any]) -> None:
-    from matplotlib.lines import Line2D
-
     for curve in result["curves"]:
         beta, is_exact = curve["beta"], curve["chain"] == "exact"
         axes.errorbar(
@@ -238,7 +232,7 @@ def _panel_curves(axes: Axes, result: dict[str, Any]) -> None:
     keys = [Line2D([], [], color=colour, linewidth=3, label=name) for name, colour in colours.items()]
     keys += [Line2D([], [], color="0.3", linestyle=_STYLES[b], marker=_MARKERS[b], label=f"β = {b:g}") for b in BETAS]
     axes.set(xlabel="steps k", ylabel="total variation to the target", title="Chains from elsewhere, short steps")
-    axes.set_ylim(top=6)  # room for the legend
+    axes.set_ylim(top=6)  # space for the legend
     axes.legend(handles=keys, ncols=2, loc="upper right")
 
 
@@ -280,11 +274,11 @@ def _panel_bias(axes: Axes, result: dict[str, Any]) -> None:
     axes.legend()
 
 
-# --- in words -------------------------------------------------------------------------------------------------------
+# --- the section ------------------------------------------------------------------------------------------------------
 
 
 def section(result: dict[str, Any]) -> str:
-    """What the paper says, what was measured, and the tables."""
+    """The paper's claims, what was measured, and the tables."""
     intro = (
         f"{result['chains']:,} chains in one dimension start uniform on [1, 1.5]; the target is exp(2θ - e^θ) on [-1.5, 2]. So "
         f"many exact draws have, in {NUM_BINS} bins, a total variation (TV) of {result['floor']:.4f} ± "
@@ -302,7 +296,7 @@ def section(result: dict[str, Any]) -> str:
 
 
 def _excess(result: dict[str, Any], chain: str) -> dict[float, float]:
-    """By beta: TV at the last k above the floor, in standard deviations of the floor."""
+    """By beta: TV at the last k minus the floor, in standard deviations of the floor."""
     return {
         curve["beta"]: (curve["tv"][-1] - result["floor"]) / result["floor_error"]
         for curve in result["curves"]
@@ -311,7 +305,7 @@ def _excess(result: dict[str, Any], chain: str) -> dict[float, float]:
 
 
 def _verdicts(result: dict[str, Any]) -> str:
-    """Claim by claim: published, ours, same or not, why."""
+    """For each claim: published, measured, verdict, reason."""
     exact, printed = _excess(result, "exact"), _excess(result, "C = 1")
     off = [f"{beta:g}" for beta, x in printed.items() if x > ERRORS]
     largest = max((row for row in result["bias"] if row["beta"] == BETAS[-1]), key=lambda row: int(row["dimensions"]))
@@ -346,7 +340,7 @@ def _verdicts(result: dict[str, Any]) -> str:
             "the proof asks the momenta to be forgotten in one step",
         ),
     ]
-    return _table(("the paper", "here", "same?", "why"), rows)
+    return markdown(("the paper", "here", "same?", "why"), rows)
 
 
 def _table_of_distances(result: dict[str, Any]) -> str:
@@ -364,7 +358,7 @@ def _table_of_distances(result: dict[str, Any]) -> str:
                 f"{curve['acceptance']:.2f}",
             )
         )
-    return _table(("β", "chain", *(f"k = {k}" for k in shown), "last, above the floor", "acceptance"), rows)
+    return markdown(("β", "chain", *(f"k = {k}" for k in shown), "last, above the floor", "acceptance"), rows)
 
 
 def _table_of_energies(result: dict[str, Any]) -> str:
@@ -373,9 +367,4 @@ def _table_of_energies(result: dict[str, Any]) -> str:
         (f"{beta:g}", *(f"{row['ratio']:.4f} ± {row['error']:.4f}" for row in result["bias"] if row["beta"] == beta))
         for beta in BETAS
     ]
-    return _table(("β", *(f"P = {dim}" for dim in dims)), rows)
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return markdown(("β", *(f"P = {dim}" for dim in dims)), rows)

@@ -1,10 +1,11 @@
-"""Where a replication is done: its jets, and a folder that keeps every trial, so that a command that was stopped goes on."""
+"""A folder that keeps every finished trial, so that figures share them and a stopped command continues where it was."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,28 +16,26 @@ from typing import Any
 
 import torch
 
+import adammcmc
 from adammcmc.errors import warn
 from adammcmc.posterior.store.whole import clear, write_whole
 from adammcmc.samplers.progress import show_bar
-from replication.checkpoint import Checkpoint
 from replication.measures import rounded
 from replication.sets import JetSets, read_sets
 from replication.settings import Preset
-from replication.trials import Trial, run_trial
+from replication.trials import Trial, device_name, run_trial
 
-__all__ = ["PROCEDURE", "Work"]
-
-PROCEDURE = 3
-"""Of a trial. Raise it when what a trial does or measures changes: kept ones are then made again."""
+PROCEDURE = 4
+"""Part of a trial's name. Raise it when what a trial does or measures changes: all trials are then run again."""
 
 
 class Work:
-    """Jets, a device and a folder. Processes that share the folder share the work: each trial is run by one of them.
+    """Jets, a device and a folder. Processes with the same folder share the work: each trial is run by one of them.
 
     Args:
-        preset: how large it is.
-        folder: where trials are kept: `trials/<method>-<digest>.json`.
-        jets: what trials run on; None: the bundled ones, read when the first trial needs them.
+        preset: how large the replication is.
+        folder: keeps the trials, `trials/<method>-<digest>.json`, and the unfinished runs beside them.
+        jets: the data; None: the bundled ones, read when the first trial needs them.
         progress: show bars.
     """
 
@@ -49,13 +48,13 @@ class Work:
 
     @property
     def jets(self) -> JetSets:
-        """What trials run on."""
+        """The data."""
         if self._jets is None:
             self._jets = read_sets(self.preset)
         return self._jets
 
     def records(self, trials: Sequence[Trial]) -> list[dict[str, Any]]:
-        """Of these trials, in this order; those that are not yet in the folder are run."""
+        """The records of these trials, in this order; missing ones are run."""
         digest = self._digest()
         names = [_key(asdict(trial) | {"jets": digest, "procedure": PROCEDURE}, trial.method) for trial in trials]
         runs = {
@@ -67,7 +66,7 @@ class Work:
         return [found[name] for name in names]
 
     def used(self) -> dict[str, Any]:
-        """Of the trials that were asked for: how many, their seeds, devices and versions, their seconds in all, their jets."""
+        """The trials of this figure: their number, seeds, devices and versions, total time in seconds, and jets."""
         records = self._used.values()
         return {
             "number": len(records),
@@ -79,9 +78,9 @@ class Work:
         }
 
     def all_kept(self, functions: Mapping[str, Callable[[], Any]], title: str | None = None) -> dict[str, Any]:
-        """`kept` of each of these, by name and in this order. Processes share them: what another one is at is waited for.
+        """`kept` for each of these, by name and in this order. Waits for those that another process is running.
 
-        With a `title` a bar counts them; without, each shows its own.
+        With a `title` one bar counts them; without, each shows its own.
         """
         found: dict[str, Any] = {}
         with show_bar(title or "", show=self.progress and title is not None, unit="parts") as bar:
@@ -89,7 +88,7 @@ class Work:
             while len(found) < len(functions):
                 for name, function in functions.items():
                     if name not in found:
-                        with suppress(BlockingIOError):  # another process is at it
+                        with suppress(BlockingIOError):  # another process runs it
                             found[name] = self.kept(name, function)
                             bar.update(len(found), len(functions))
                 time.sleep(0.1 if len(found) < len(functions) else 0)
@@ -104,31 +103,36 @@ class Work:
         path = folder / f"{name}.json"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / f".{name}.lock").open("w") as lock:  # a process that dies lets go of it
+            with (folder / f".{name}.lock").open("w") as lock:  # released when the process ends, however it ends
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not path.exists():
                     clear(path)
                     write_whole(path, json.dumps(rounded(_called(function)), allow_nan=False))
-        self._state_of(name).unlink(missing_ok=True)  # (here: a process may be killed between its record and this)
+        for unfinished in folder.glob(f".{name}.run-*"):  # (also those of a process that was killed before it got here)
+            shutil.rmtree(unfinished, ignore_errors=True)
         try:
             return json.loads(path.read_text())
         except ValueError as error:
-            raise ValueError(f"'{path}' is damaged ({error}): remove it, and it is made again.") from error
+            raise ValueError(f"'{path}' is damaged ({error}): remove it to run it again.") from error
 
     def _run(self, trial: Trial, title: str, name: str) -> dict[str, Any]:
         if not self._is_warned:
             self._is_warned = True
             warn(
-                f"preset '{self.preset.name}' is made for a GPU, and there is none: each trial takes many minutes. "
-                "`--preset small` is made for a CPU.",
+                f"preset '{self.preset.name}' needs a GPU and there is none: each trial takes many minutes. "
+                "Use `--preset small` on a CPU."
             )
-        checkpoint = Checkpoint(self._state_of(name))
         with show_bar(title, show=self.progress) as bar:
-            return run_trial(trial, self.jets, self.device, lambda done, total: bar.update(done, total), checkpoint)
+            return run_trial(trial, self.jets, self.device, lambda done, total: bar.update(done, total), self._unfinished(name))
 
-    def _state_of(self, name: str) -> Path:
-        """The file of a trial that is under way."""
-        return self.folder / "trials" / f".{name}.safetensors"
+    def _unfinished(self, name: str) -> Path:
+        """Keeps the runs of a trial until its record is written.
+
+        Its name contains the device and the versions: another device would not continue bit for bit, and the record
+        names one.
+        """
+        made_by = {"device": device_name(self.device), "torch": torch.__version__, "adammcmc": adammcmc.__version__}
+        return self.folder / "trials" / f".{name}.{_key(made_by, 'run')}"
 
     def _digest(self) -> str:
         jets = self.jets
@@ -136,7 +140,7 @@ class Work:
 
 
 def _called(function: Callable[[], Any]) -> Any:
-    """What it returns. An error of its own must not look like a lock, which is waited for."""
+    """What it returns. An error of its own must not be mistaken for a lock, which is waited for."""
     try:
         return function()
     except BlockingIOError as error:

@@ -83,7 +83,7 @@ def test_a_head_that_claims_another_size_is_refused(tmp_path: Path, shape: tuple
     claiming = npy(np.zeros((4, 2)), shape)
     archive(tmp_path / "a.npz", inputs=claiming)
     if shape != (-4, -2):  # which has as many numbers
-        with pytest.raises(ValueError, match=r"a.npz': array 'inputs' says that it has [0-9,]+ bytes"):
+        with pytest.raises(ValueError, match=r"a.npz': array 'inputs' claims [0-9,]+ bytes"):
             load_data("a.npz", tmp_path, MODEL)
     (tmp_path / "a.npy").write_bytes(claiming)
     if np.prod(shape, dtype=float) > 8:

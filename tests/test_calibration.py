@@ -388,7 +388,7 @@ def test_scores_of_values_with_noise(raw: bool) -> None:
     assert found.intervals.endswith("noise included: mixture of the draws") == raw
     for one in found.coverage:
         assert abs(one.share - one.level) < 4.5 * one.error
-    assert "hold what they say" in found.verdict
+    assert "interval coverage is right" in found.verdict
     assert found.rmse.value == pytest.approx(float((means.mean(0) - y).square().mean().sqrt()))
     mixture = torch.distributions.Normal(means, noise).log_prob(y).sum(2).logsumexp(0) - math.log(50)
     moments = torch.distributions.Normal(means.mean(0), (noise**2 + means.var(0, correction=0)).sqrt()).log_prob(y).sum(1)
@@ -399,8 +399,8 @@ def test_scores_of_values_with_noise(raw: bool) -> None:
     assert found.nll_gaussian.value == pytest.approx(-float(moments.mean()))
     assert found.nll_gaussian.error == pytest.approx(float(moments.std() / len(y) ** 0.5))
     assert found.nll == (found.nll_mixture if raw else found.nll_gaussian)
-    assert f"{found.nll_mixture} nats, of the mixture" in str(found)
-    assert f"{found.nll_gaussian} nats, with the mean and variance" in str(found)
+    assert f"negative log likelihood (nats)  {found.nll_mixture}" in str(found)
+    assert f"the same for one Gaussian       {found.nll_gaussian}" in str(found)
 
 
 def test_verdicts_on_values() -> None:
@@ -409,15 +409,15 @@ def test_verdicts_on_values() -> None:
     def verdict(sigma: float) -> str:
         return adammcmc.score(prediction(means, Likelihood("gaussian", sigma), y)).verdict
 
-    assert verdict(noise).startswith("intervals hold what they say")
-    assert verdict(noise / 5).startswith("intervals are too narrow: those of ")
-    assert verdict(noise * 5).startswith("intervals are too wide: those of ")
+    assert verdict(noise).startswith("interval coverage is right")
+    assert verdict(noise / 5).startswith("intervals are too narrow: ")
+    assert verdict(noise * 5).startswith("intervals are too wide: ")
     without = adammcmc.score(prediction(means, Likelihood("values"), y))
     assert isinstance(without, ValueScores)
     assert not without.includes_noise
     assert without.nll is without.nll_mixture is without.nll_gaussian is None
     assert without.coverage[2].share < 0.8
-    assert "without the noise" in str(without)
+    assert "without target noise" in str(without)
 
 
 def test_noise_that_the_network_predicts() -> None:
@@ -488,7 +488,7 @@ def test_data_from_outside() -> None:
     assert all(one.auroc.value > 0.8 for one in found.by.values())
     expected = calibration.detection(known.mutual_information, other.mutual_information)
     assert found.by["mutual information"] == expected
-    assert "200 examples from outside among 300 inside" in str(found)
+    assert "200 examples out of distribution, 300 in distribution" in str(found)
     same = adammcmc.compare_ood(known, known)
     assert same.by["entropy"].auroc.value == pytest.approx(0.5)
     values = [prediction(x, Likelihood("values")) for x in (inside, outside)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +94,55 @@ def test_random_numbers_of_a_callback_are_its_own(stacked: bool, tmp_path: Path)
         go(tmp_path, Draws(stop_at=10))
     for one, other in zip(plain, go(tmp_path, Draws()), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Sums(Callback):
+    """Adds up the losses of each chain, and is interrupted at one step."""
+
+    def __init__(self, stops_at: int | None = None) -> None:
+        self.stops_at = stops_at
+        self.sums: dict[int, float] = {}
+        self.steps: dict[int, int] = {}
+        self.samplers: dict[int, Any] = {}
+
+    def state_dict(self, chain: int) -> dict[str, Any]:
+        if chain in self.samplers:
+            self.add(chain)
+        return {"sum": self.sums.get(chain, 0.0), "steps": self.steps.get(chain, 0)}
+
+    def load_state_dict(self, chain: int, state: dict[str, Any]) -> None:
+        self.sums[chain], self.steps[chain] = state["sum"], state["steps"]
+
+    def on_start(self, event: Event) -> None:
+        self.samplers[event.chain] = event.sampler
+
+    def on_step(self, event: Event) -> None:
+        self.add(event.chain)
+        if event.step == self.stops_at and event.chain == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    def add(self, chain: int) -> None:
+        sampler = self.samplers[chain]
+        if sampler.num_steps > self.steps.get(chain, 0):
+            self.sums[chain] = self.sums.get(chain, 0.0) + float(sampler.info.loss)
+            self.steps[chain] = sampler.num_steps
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_state_of_a_callback_is_part_of_the_checkpoint(stacked: bool, tmp_path: Path) -> None:
+    """Of each chain; a callback of another class at its place starts afresh."""
+    options = {"num_draws": 4, "gap": 3, "burn_in": 5, "num_chains": 2, "stacked": stacked, "progress": False}
+    run = partial(sample, sampler=SAMPLER, batch_size=10, **options)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    whole, killed, resumed = Sums(), Sums(stops_at=11), Sums()
+    run(model, (X, Y), F.cross_entropy, callbacks=[whole])
+    with pytest.raises(KeyboardInterrupt):
+        run(model, (X, Y), F.cross_entropy, callbacks=[killed], path=tmp_path)
+    run(model, (X, Y), F.cross_entropy, callbacks=[resumed, Sums()], path=tmp_path, resume=True)
+    assert resumed.sums == whole.sums
+    assert resumed.steps == whole.steps == {0: 17, 1: 17}
+    run(model, (X, Y), F.cross_entropy, callbacks=[Draws()], path=tmp_path, resume=True)
 
 
 def test_a_missing_package_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

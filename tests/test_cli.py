@@ -243,7 +243,7 @@ def test_a_report_is_written_beside_the_draws_or_where_one_says(home: Path, tmp_
     assert answer.out.strip() == f"report: {(tmp_path / 'page.html').as_uri()}"
     text = (tmp_path / "page.html").read_text()
     assert "mine &amp; &lt;yours&gt;" in text
-    assert "Is it right?" in text
+    assert "Are the predictions right?" in text
     shutil.copytree("runs/good", "runs/reported")
     answer = ask("report", "runs/reported")
     assert answer.code == 0, answer.err

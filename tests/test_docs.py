@@ -132,7 +132,7 @@ def test_the_tutorial(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
         assert words in printed
     assert len(names["draws"]) == 4
     assert names["prediction"].spread.shape == (1000, 2)
-    assert "Is it right?" in Path("moons.html").read_text()
+    assert "Are the predictions right?" in Path("moons.html").read_text()
 
 
 def test_the_page_on_the_command_line_is_that_of_the_code() -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong, what is said then, and that nothing is lost."""
+"""Failures: their messages, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_what_is_no_closure_is_refused(bad: object) -> None:
 
 
 def test_fixed_data_that_are_not_fixed_are_refused() -> None:
-    """Dropout, shuffled batches, a batch in place of all data: no chain may call itself exact on these."""
+    """Dropout, shuffled batches, a batch in place of all data: no chain is exact on these."""
     model = nn.Sequential(nn.Linear(5, 30), nn.Dropout(0.5), nn.Linear(30, 3))
     with pytest.raises(StochasticClosure, match=r"At fault: '1' \(Dropout\)"):
         mala(model, fixed_data=True).step(lambda: F.cross_entropy(model(X), Y))
@@ -142,7 +142,7 @@ def test_fixed_data_that_are_not_fixed_are_refused() -> None:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_copies_and_pickles_go_on_like_the_original(door: str) -> None:
+def test_copies_and_pickles_continue_like_the_original(door: str) -> None:
     model = network()
     sampler = DOORS[door](model, sigma=1e-3, sigma_along=3.0)
     CosineAnnealingLR(sampler, T_max=100)  # wraps sampler.step
@@ -160,7 +160,7 @@ def test_copies_and_pickles_go_on_like_the_original(door: str) -> None:
         assert repr(other).startswith(door)
 
 
-def test_a_dtype_changed_on_the_way_is_followed() -> None:
+def test_a_dtype_change_between_steps_is_followed() -> None:
     model = network()
     sampler = adam_mcmc(model, sigma_along=3.0)
     sampler.step(closure(model))
@@ -208,7 +208,7 @@ def test_mala_takes_its_step_size_by_group() -> None:
 
 
 def test_full_data_that_are_not_finite_freeze_the_chain() -> None:
-    """The batch is clean, one example of the data is not: this must be said, not rejected for ever."""
+    """The batch is clean, one example of the data is not: an error, not an endless rejection."""
     model = network(torch.float64)
     data = X.double().clone()
     data[5] = math.nan
@@ -220,7 +220,7 @@ def test_full_data_that_are_not_finite_freeze_the_chain() -> None:
             sampler.step(closure(model, slice(10, 20)))
 
 
-def test_a_repaired_chain_goes_on_from_what_is_there() -> None:
+def test_a_repaired_chain_continues_from_its_weights() -> None:
     """After a freeze no cache of the bad step is left, with full data and with fixed data."""
     for options in ({"fixed_data": True}, {}):
         model = network(torch.float64)
@@ -234,7 +234,7 @@ def test_a_repaired_chain_goes_on_from_what_is_there() -> None:
         assert float(sampler.info.loss) == pytest.approx(closure(model)().item(), abs=0.2)
 
 
-def test_what_is_set_on_the_way_voids_the_caches() -> None:
+def test_changes_between_steps_drop_the_caches() -> None:
     model = network(torch.float64)
     sampler = mala(model, fixed_data=True)
     for _ in range(3):
@@ -338,7 +338,7 @@ def test_full_data_without_examples_says_what_to_pass() -> None:
         adam_mcmc(model, acceptance=FullData()).step(closure(model))
 
 
-def test_nothing_to_sample_is_said() -> None:
+def test_nothing_to_sample_is_refused() -> None:
     model = network().requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to sample"):
         adam_mcmc(model)

@@ -1,4 +1,4 @@
-"""Verdicts on whole runs: the sick ones that once passed are found, healthy ones are never accused."""
+"""Verdicts on whole runs: sick runs that once passed are found, healthy ones are never called sick."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def image_loss(model: nn.Module, rows: Tensor | slice = slice(None)) -> Callable
 @pytest.mark.parametrize(("step_size", "num_steps"), [(0.2, 64), (0.2, 250), (1.0, 100)])
 @pytest.mark.parametrize("kind", ["convolution", "perceptron"])
 def test_an_uncorrected_chain_with_long_steps_has_diverged(kind: str, step_size: float, num_steps: int) -> None:
-    """Also where the weights have reached 1e17, and most proposals are not finite: sums that overflow are not silence."""
+    """Also where the weights have reached 1e17 and most proposals are not finite: overflowing sums are a finding."""
     model = image_network(kind)
     sampler = Underdamped(model.parameters(), step_size, fixed_data=True, generator=seeded(), **UNCORRECTED)
     health = run(sampler, image_loss(model), num_steps)
@@ -108,7 +108,7 @@ def test_a_slow_descent_with_a_temperature_below_zero_has_not_diverged(acceptanc
     health = run(sampler, lambda: 0.5 * (p - 1).square().sum(), 400)
     assert health.temperature < -1000
     assert "diverged" not in kinds(health), health.verdict
-    assert "U still falls" in health.verdict
+    assert "U is still falling" in health.verdict
 
 
 def test_a_chain_that_stays_far_too_hot_has_diverged() -> None:
@@ -120,34 +120,34 @@ def test_a_chain_that_stays_far_too_hot_has_diverged() -> None:
     assert "configurational temperature" in health.verdict
 
 
-def test_u_that_is_not_finite_is_not_calm() -> None:
+def test_u_that_is_not_finite_is_a_finding() -> None:
     """After `unfreeze` the sums hold a NaN."""
     p = free(5)
     sampler = MALA([p], 0.3, num_data=1, prior=Gaussian(), fixed_data=True, generator=seeded())
     run(sampler, lambda: 0.0 * p.sum(), 20)
-    assert sampler._monitor is not None
-    sampler._monitor._steps.sums[0] = torch.nan
-    sampler._monitor._trace.sums[0] = torch.nan
+    assert sampler.chains.monitor is not None
+    sampler.chains.monitor.steps.sums[0] = torch.nan
+    sampler.chains.monitor.trace.sums[0] = torch.nan
     assert not run(sampler, lambda: 0.0 * p.sum(), 300).is_healthy
 
 
-def test_a_chain_on_its_way_down_has_not_diverged_and_its_trend_is_named() -> None:
+def test_a_descending_chain_has_not_diverged_and_its_trend_is_reported() -> None:
     """Temperature 64, but it comes down: from a bad start."""
     p = nn.Parameter(torch.full((300,), 8.0))
     health = run(MALA([p], 2e-4, num_data=1, prior=Gaussian(), fixed_data=True), lambda: 0.0 * p.sum(), 500)
     assert "diverged" not in kinds(health)
-    assert "U still falls: by" in health.verdict
-    assert "of its standard deviations" in health.verdict
+    assert "U is still falling: by" in health.verdict
+    assert "standard deviations) from the first third" in health.verdict
     assert health.effective_draws < 4
 
 
 def test_a_climb_from_the_optimum_is_no_divergence() -> None:
-    """The typical set lies P / 2 above, also for a kernel that is approximate and whose word is not trusted."""
+    """The typical set lies P / 2 above, also for an approximate kernel."""
     p = nn.Parameter(torch.zeros(1000))
     sampler = MALA([p], 0.01, num_data=1, prior=Gaussian(), fixed_data=True, acceptance=AlwaysAccept(), generator=seeded())
     health = run(sampler, lambda: 0.5 * p.square().sum(), 200)
     assert health.grade != "sick", health.verdict
-    assert "U still rises: by" in health.verdict
+    assert "U is still rising: by" in health.verdict
 
 
 def diverged_run() -> Any:
@@ -212,7 +212,7 @@ def test_a_frozen_chain_of_a_stack_is_stuck() -> None:
     starts = [{"w": torch.full((3,), at)} for at in (*[0.5] * 5, 300.0, *[-0.5] * 6)]
     options: dict[str, Any] = {"num_draws": 10, "gap": 10, "progress": False, "stacked": True, "num_chains": 12}
     data = torch.zeros(4, 1), torch.zeros(4)
-    with pytest.warns(UserWarning, match=r"1 of 12 chains stand still at the end of burn-in: 5\. Their acceptance is below"):
+    with pytest.warns(UserWarning, match=r"1 of 12 chains do not move at the end of burn-in: 5\. Their acceptance is below"):
         posterior = sample(
             Steep(), data, lambda out, _: out, sampler=partial(Underdamped, step_size=0.01, prior=Gaussian()),
             burn_in=BurnIn(num_steps=200), initial=starts, **options,
@@ -222,20 +222,20 @@ def test_a_frozen_chain_of_a_stack_is_stuck() -> None:
 
 
 @pytest.mark.parametrize("prior", [Gaussian(), UniformBox(-5.0, 5.0)])
-def test_a_chain_whose_proposals_are_not_finite_is_told_from_one_at_the_edge_of_its_prior(prior: Any) -> None:
+def test_non_finite_proposals_are_distinguished_from_the_edge_of_the_prior(prior: Any) -> None:
     """A Gaussian has no edge."""
     p = free(20)
     sampler = MALA([p], 1.0, num_data=1, prior=prior, fixed_data=True, generator=seeded())
     start = p.detach().clone()
     health = run(sampler, lambda: torch.where((p == start).all(), 0.0 * p.sum(), torch.inf), 220)
     assert kinds(health) == ["stuck"]
-    assert ("outside of the prior" in health.verdict) == (not isinstance(prior, Gaussian))
-    assert ("U of nearly all proposals is not finite" in health.verdict) == isinstance(prior, Gaussian)
+    assert ("outside the prior" in health.verdict) == (not isinstance(prior, Gaussian))
+    assert ("U is not finite for nearly all proposals" in health.verdict) == isinstance(prior, Gaussian)
 
 
 @pytest.mark.parametrize("stacked", [True, False])
-def test_in_reduced_precision_there_is_no_temperature_and_a_coarse_u_is_named(stacked: bool) -> None:
-    """The gradient is noise of its own there, and the decisions are wrong by as much as U is rounded."""
+def test_reduced_precision_has_no_temperature_and_a_coarse_u_is_reported(stacked: bool) -> None:
+    """Gradients are noisy there, and decisions are wrong by the rounding of U."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -286,7 +286,7 @@ KERNELS: dict[str, Callable[..., Sampler]] = {
 
 
 def healthy_run(name: str, kernel: str, start: str, seed: int, lengths: tuple[int, ...]) -> list[Health]:
-    """Exact, from an optimum or from the prior; what it says after so many steps."""
+    """The health of an exact run, from an optimum or from the prior, after these numbers of steps."""
     make, targets, loss = MODELS[name]
     torch.manual_seed(seed)
     model = make()
@@ -302,13 +302,13 @@ def healthy_run(name: str, kernel: str, start: str, seed: int, lengths: tuple[in
     examples = TensorExamples(lambda x, y: loss(model(x), y), INPUTS, targets)
     sampler = KERNELS[kernel](model.parameters(), num_data=80, prior=Gaussian(), examples=examples, generator=seeded(seed))
     rows = torch.Generator().manual_seed(seed)
-    said = []
+    found = []
     for step in range(1, max(lengths) + 1):
         chosen = slice(None) if sampler.fixed_data else torch.randint(80, (30,), generator=rows)
         sampler.step(lambda: loss(model(INPUTS[chosen]), targets[chosen]))  # noqa: B023
         if step in lengths:
-            said.append(sampler.health())
-    return said
+            found.append(sampler.health())
+    return found
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -321,7 +321,7 @@ def test_an_exact_run_is_never_called_sick(kernel: str, name: str) -> None:
         assert health.is_healthy or health.num_steps < 200 or "cannot tell" in kinds(health)
 
 
-def test_few_steps_on_batches_cannot_be_praised() -> None:
+def test_few_steps_on_batches_are_not_called_healthy() -> None:
     """U was only estimated, the kernel is approximate, and no temperature is known yet: none is printed."""
     model = network()
     sampler = AdamMCMC(

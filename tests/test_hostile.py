@@ -238,6 +238,7 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
     "checkpoint: other types": state({"num_draws": 3, "model": 1, "sampler": [], "moments": 3, "health": None}),
     "checkpoint: nested deeply": raw_state(DEEP),
     "checkpoint: two kinds": raw_state('{"tensor": "a", "float": "1"}'),
+    "checkpoint: an unknown kind": raw_state('{"set": [[1, 2]]}'),
     "checkpoint: no such tensor": raw_state('{"tensor": "b"}'),
     "checkpoint: unhashable": raw_state('{"dict": [[[], 1]]}'),
     "a chain too many": lambda p: shutil.copytree(p / "chain-0", p / "chain-1"),

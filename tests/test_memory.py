@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adammcmc.posterior.store.memory import free_memory
+from adammcmc.posterior.store.archives import free_memory
 
 GB = 10**9
 

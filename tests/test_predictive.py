@@ -209,7 +209,7 @@ def test_data_that_can_be_iterated_once() -> None:
     once = p.predict(batch for batch in batches)
     torch.testing.assert_close(once.mean, p.predict(X).mean)
     assert torch.equal(once.targets, Y)
-    with pytest.raises(ValueError, match="was an iterable that can be used once used before"):
+    with pytest.raises(ValueError, match="was a one-time iterator already consumed"):
         once.quantile(0.9)
 
 
@@ -251,13 +251,13 @@ def test_anything_of_the_model_can_be_predicted() -> None:
     values = p.predict(X, forward=lambda model, x: model(x).square().sum(1))
     assert values.mean.shape == (37,)
     assert values.likelihood.name == "values"
-    with pytest.raises(ValueError, match="`entropy` needs class probabilities, and the outputs are taken as 'values'"):
+    with pytest.raises(ValueError, match="`entropy` needs class probabilities, but the outputs are interpreted as 'values'"):
         _ = values.entropy
     with pytest.raises(ValueError, match="`labels` needs class probabilities"):
         _ = values.labels
-    with pytest.raises(ValueError, match="the noise of the targets is not known"):
+    with pytest.raises(ValueError, match="the noise of the targets is unknown"):
         _ = values.aleatoric
-    with pytest.raises(ValueError, match="for classes take `entropy`"):
+    with pytest.raises(ValueError, match="for classes use `entropy`"):
         _ = p.predict(X).total_variance
 
 
@@ -267,7 +267,7 @@ def test_anything_of_the_model_can_be_predicted() -> None:
         (lambda p: p.predict(X, quantiles=[2]), ValueError, "must lie between 0 and 1, got 2"),
         (lambda p: p.predict(X).quantile(-0.1), ValueError, r"must be one number between 0 and 1, got -0\.1"),
         (lambda p: p.predict(X).quantile([0.1, 0.9]), ValueError, "must be one number between 0 and 1"),
-        (lambda p: p.predict(X.double()), ValueError, r"could not be asked: .* given: float64 \(1, 4\)"),
+        (lambda p: p.predict(X.double()), ValueError, r"could not be evaluated: .* Its input was float64 \(1, 4\)"),
         (lambda p: p.predict(X[0]), ValueError, r"a single one is x\[None\]"),
         (lambda p: p.predict(X, likelihood="poisson"), ValueError, "must be one of categorical"),
         (lambda p: p.predict(X[:0]), ValueError, "the data set is empty"),

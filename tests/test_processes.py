@@ -1,4 +1,4 @@
-"""More than one process is refused everywhere: ranks that share a chain would drift apart without a word."""
+"""More than one process is refused everywhere: ranks that share a chain would drift apart unnoticed."""
 
 from __future__ import annotations
 

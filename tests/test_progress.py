@@ -1,4 +1,4 @@
-"""The progress bar: silent when nobody watches, informative when somebody does."""
+"""The progress bar: silent without a terminal, informative on one."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from scipy import stats
 
-from adammcmc.target.randomness import Counters, Generators, normal, streams, uniform
+from adammcmc.backends.streams import Counters, streams
+from adammcmc.target.randomness import Generators, normal, uniform
 
 CPU = torch.device("cpu")
 

@@ -49,12 +49,12 @@ from adammcmc import (
     sample,
 )
 from adammcmc.acceptance import ClampedLoss
+from adammcmc.backends.streams import streams
 from adammcmc.jets import ParticleNetLite
 from adammcmc.runs.engines import prefers_stack
 from adammcmc.samplers.closure import ClosurePotential
 from adammcmc.samplers.stacked import CannotStack, StackedPotential, StackedSampler, setup_of
 from adammcmc.target.likelihood import Loss
-from adammcmc.target.randomness import streams
 
 X = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(96) % 3

@@ -35,8 +35,8 @@ from adammcmc.acceptance import (
     beta_eff,
     logistic_bound,
 )
-from adammcmc.acceptance.correction import ATOMS, acceptance, correction
-from adammcmc.acceptance.sequential import student_quantile
+from adammcmc.acceptance.barker import ATOMS, acceptance, correction
+from adammcmc.acceptance.growing import student_quantile
 from adammcmc.acceptance.subsample import estimate, look_sizes
 from adammcmc.errors import PerExampleLossRequired
 from adammcmc.kernels import adam_mcmc
@@ -44,8 +44,8 @@ from adammcmc.samplers.density import sample_density
 from adammcmc.target.control import ControlVariate
 from adammcmc.target.data_density import DataDensity
 from adammcmc.target.leaves import Leaves
+from adammcmc.target.potential import Evaluation
 from adammcmc.target.randomness import Generators, Randomness
-from adammcmc.target.target import Evaluation
 from tests.correction import solve
 
 NUM_CHAINS = 2500

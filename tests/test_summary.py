@@ -69,7 +69,7 @@ def test_a_sound_run(sound: Posterior) -> None:
     text = str(summary)
     assert text.startswith("sound: no complaint")
     assert sound.target in text
-    assert "predictions (100, the worst)" in text
+    assert "predictions (worst of 100)" in text
     assert json.loads(json.dumps(summary.to_dict(), allow_nan=False))["grade"] == "sound"
 
 
@@ -119,7 +119,7 @@ def test_too_small_a_lambda_is_named() -> None:
     summary = sample(network(), sampler=hot, burn_in=400, num_chains=2, stacked=True).summary(HELD_OUT)
     assert summary.grade == "sick"
     assert summary.findings[0].kind == "no influence"
-    assert "all 120 examples together weigh as much as 0.00012 would" in summary.verdict
+    assert "all 120 examples together weigh as much as 0.00012 in" in summary.verdict
 
 
 def test_a_stuck_run_is_named() -> None:
@@ -146,7 +146,7 @@ def test_batch_noise_is_named() -> None:
     assert summary.grade == "sick"
     assert summary.findings[0].kind == "too hot"
     assert "noise s = " in summary.verdict
-    assert [row.verdict for row in summary.rows[:2]] == ["of batches: mostly their noise"] * 2
+    assert [row.verdict for row in summary.rows[:2]] == ["estimated on batches: mostly noise"] * 2
     assert not summary.rows[0].is_judged
 
 
@@ -195,11 +195,11 @@ def test_predictions_at_training_inputs_are_judged_without_inputs(sound: Posteri
     assert row.count == 16
     assert row.ess_bulk == pytest.approx(float(diagnostics.ess_bulk(values).min()), rel=0.02)  # six digits were written down
     assert row.rhat == pytest.approx(float(diagnostics.rhat(values).max()), abs=1e-3)
-    worth = min(row.ess_bulk, float(diagnostics.ess_bulk(sound.trace("potential"))))
-    assert f"1000 draws of 4 chains, worth about {worth:.0f} independent draws (" in str(sound)
+    least = min(row.ess_bulk, float(diagnostics.ess_bulk(sound.trace("potential"))))
+    assert f"1000 draws of 4 chains, about {least:.0f} effective (" in str(sound)
 
 
-def test_predictions_that_are_worth_few_draws_end_the_praise(sound: Posterior) -> None:
+def test_a_chain_with_few_effective_predictions_is_not_called_healthy(sound: Posterior) -> None:
     alone = sound.chain(0)
     assert "no complaint" in str(alone)
     records = [record for record in sound.store.index if record["chain"] == 0]
@@ -209,12 +209,12 @@ def test_predictions_that_are_worth_few_draws_end_the_praise(sound: Posterior) -
         for record, place in zip(records, walk, strict=True):
             record["probe"] = [place, 0.0]
         assert "no complaint" not in str(alone)
-        assert "cannot tell yet: its predictions at training inputs are worth about" in str(alone)
-        assert "independent draws (predictions at training inputs)" in str(alone)
+        assert "of at least 30 effective draws of its predictions at training inputs" in str(alone)
+        assert "effective (predictions at training inputs)" in str(alone)
         for record in records:
             del record["probe"]  # as an older version left it
         assert "no complaint" in str(alone)
-        assert "independent draws (U)" in str(alone)
+        assert "effective (U)" in str(alone)
         assert "predictions at training inputs" not in [row.name for row in alone.summary().rows]
     finally:
         for record, values in zip(records, before, strict=True):
@@ -226,13 +226,13 @@ def test_what_one_chain_cannot_tell(sound: Posterior) -> None:
     assert "one chain" in kinds(summary)
     assert math.isnan(summary.rhat)
     assert summary.grade == "undecided"
-    assert "whether another one would agree cannot be told" in summary.verdict
+    assert "whether another would agree is unknown" in summary.verdict
 
 
 def test_what_few_draws_cannot_tell() -> None:
     summary = sample(network(), sampler=partial(adammcmc.MALA, step_size=1e-3), num_draws=3).summary(HELD_OUT)
     assert "cannot tell" in kinds(summary)
-    assert "3 draws of each chain, and at least 4 are needed" in summary.verdict
+    assert "3 draws per chain, and at least 4 are needed" in summary.verdict
     assert math.isnan(summary.ess)
     assert all(math.isnan(row.rhat) for row in summary.rows)
     assert "too few draws" in str(summary)
@@ -274,7 +274,7 @@ def test_an_interrupted_run_is_compared_as_far_as_it_goes(tmp_path: Path) -> Non
     summary = Posterior.open(tmp_path / "run", model).summary(HELD_OUT)
     assert summary.num_chains == 3
     assert summary.num_draws == 11
-    assert summary.notes[0] == "left out, since they have few draws or none: chain 3"
+    assert summary.notes[0] == "left out, with too few draws: chain 3"
     assert summary.notes[1] == "chains are compared by the first 11 draws of each"
     part = Posterior.open(tmp_path / "run", model)[:20].summary(HELD_OUT)  # of the first chain
     assert part.num_chains == 1
@@ -414,9 +414,9 @@ def test_the_chain_that_stands_apart_is_named() -> None:
     x = normal(numbers=5)
     x[2, :, 3] += 2
     assert "R-hat of f is 1." in summed(Series("f", "outputs", x)).verdict
-    assert "; chain 2 stands apart from the others." in summed(Series("f", "outputs", x)).verdict
+    assert "; chain 2 differs from all others." in summed(Series("f", "outputs", x)).verdict
     x[1, :, 3] += 2  # two against two
-    assert "stands apart" not in summed(Series("f", "outputs", x)).verdict
+    assert "differs from" not in summed(Series("f", "outputs", x)).verdict
 
 
 def test_a_saturated_probability_says_nothing_and_hides_nothing() -> None:
@@ -427,14 +427,14 @@ def test_a_saturated_probability_says_nothing_and_hides_nothing() -> None:
 
 
 def test_weights_are_not_judged() -> None:
-    apart = Series("layer 0", "layer", normal() + 9 * torch.arange(4)[:, None, None], False, "weights: not judged")
+    apart = Series("layer 0", "layer", normal() + 9 * torch.arange(4)[:, None, None], "weights: not judged")
     summary = summed(Series("f", "outputs", normal()), apart)
     assert summary.grade == "sound"
     assert summary.rows[1].rhat > 2
 
 
 def test_of_many_layers_the_worst_are_printed() -> None:
-    layers = [Series(f"layer {i}", "layer", normal(draws=20 + i, seed=i), False, "weights: not judged") for i in range(30)]
+    layers = [Series(f"layer {i}", "layer", normal(draws=20 + i, seed=i), "weights: not judged") for i in range(30)]
     summary = summed(Series("f", "outputs", normal()), *layers)
     assert len(summary.rows) == 31
     text = str(summary)

@@ -1,4 +1,4 @@
-"""Warnings point at the user's line, however deep inside they came up."""
+"""Warnings point at the user's line, however deep in the package they arise."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_it_is_the_line_of_the_caller(name: str) -> None:
 
 
 def test_a_program_can_silence_its_own_lines() -> None:
-    """The module of the caller is what a filter is asked about."""
+    """Filters match the module of the caller."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", module=__name__)

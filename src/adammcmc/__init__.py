@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from adammcmc.runs.plan import Plan as Plan
     from adammcmc.runs.run import sample as sample
     from adammcmc.samplers import diagnostics as diagnostics
+    from adammcmc.samplers.adam import AdamMCMC as AdamMCMC
+    from adammcmc.samplers.adam import AsReleased as AsReleased
+    from adammcmc.samplers.adam import OptimizerMCMC as OptimizerMCMC
     from adammcmc.samplers.adaptation import BurnIn as BurnIn
     from adammcmc.samplers.corrected import CorrectedMALA as CorrectedMALA
     from adammcmc.samplers.density import sample_density as sample_density
@@ -61,11 +64,8 @@ if TYPE_CHECKING:
     from adammcmc.samplers.exact import Underdamped as Underdamped
     from adammcmc.samplers.health import Finding as Finding
     from adammcmc.samplers.health import Health as Health
-    from adammcmc.samplers.layers import ClosureReport as ClosureReport
-    from adammcmc.samplers.layers import check_closure as check_closure
-    from adammcmc.samplers.optimizer import AdamMCMC as AdamMCMC
-    from adammcmc.samplers.optimizer import AsReleased as AsReleased
-    from adammcmc.samplers.optimizer import OptimizerMCMC as OptimizerMCMC
+    from adammcmc.samplers.modules import ClosureReport as ClosureReport
+    from adammcmc.samplers.modules import check_closure as check_closure
     from adammcmc.samplers.sampler import Sampler as Sampler
     from adammcmc.samplers.two_sided import TwoSided as TwoSided
     from adammcmc.samplers.two_sided import two_sided as two_sided
@@ -73,15 +73,15 @@ if TYPE_CHECKING:
     from adammcmc.target.data import Examples as Examples
     from adammcmc.target.data import TensorExamples as TensorExamples
     from adammcmc.target.data_density import DataDensity as DataDensity
+    from adammcmc.target.density import Density as Density
     from adammcmc.target.likelihood import GaussianNLL as GaussianNLL
     from adammcmc.target.likelihood import Likelihood as Likelihood
-    from adammcmc.target.target import Density as Density
-    from adammcmc.target.target import Gaussian as Gaussian
-    from adammcmc.target.target import Prior as Prior
-    from adammcmc.target.target import Target as Target
-    from adammcmc.target.target import UniformBall as UniformBall
-    from adammcmc.target.target import UniformBox as UniformBox
-    from adammcmc.target.target import from_paper as from_paper
+    from adammcmc.target.potential import Target as Target
+    from adammcmc.target.priors import Gaussian as Gaussian
+    from adammcmc.target.priors import Prior as Prior
+    from adammcmc.target.priors import UniformBall as UniformBall
+    from adammcmc.target.priors import UniformBox as UniformBox
+    from adammcmc.target.units import from_paper as from_paper
 
 __version__ = "0.1.0"
 
@@ -99,7 +99,10 @@ _HOMES = {
     "target.data": "Examples TensorExamples",
     "target.data_density": "DataDensity",
     "target.likelihood": "GaussianNLL Likelihood",
-    "target.target": "Density Gaussian Prior Target UniformBall UniformBox from_paper",
+    "target.density": "Density",
+    "target.potential": "Target",
+    "target.priors": "Gaussian Prior UniformBall UniformBox",
+    "target.units": "from_paper",
     "acceptance": "AlwaysAccept Barker Confidence FullData Minibatch Penalty Sequential Tuna",
     "kernels.kernel": "ChainState Info Kernel",
     "samplers.adaptation": "BurnIn",
@@ -107,8 +110,8 @@ _HOMES = {
     "samplers.density": "sample_density warm_up",
     "samplers.exact": "MALA ExactAdamMCMC Underdamped",
     "samplers.health": "Finding Health",
-    "samplers.layers": "ClosureReport check_closure",
-    "samplers.optimizer": "AdamMCMC AsReleased OptimizerMCMC",
+    "samplers.modules": "ClosureReport check_closure",
+    "samplers.adam": "AdamMCMC AsReleased OptimizerMCMC",
     "samplers.sampler": "Sampler",
     "samplers.two_sided": "TwoSided two_sided",
     "posterior.calibration": "ClassScores Detection Measured OutOfDistribution Reliability RiskCurve ValueScores "

@@ -1,4 +1,4 @@
-"""The named exceptions, raised where a caller would want to act on the kind of failure, and `warn`."""
+"""Exceptions for failures that a caller may want to handle by kind, and `warn`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ __all__ = [
 class NonFiniteLoss(RuntimeError):
     """The loss or its gradient was NaN or infinite at the chain's *current* weights.
 
-    The chain froze at that step: its weights and moments are those of the last healthy step.
-    A non-finite loss at a *proposed* point is no error; it is a rejection, counted by `Info.is_finite`.
+    The chain froze at that step: its weights and moments are those of the last healthy step. A non-finite loss at a
+    *proposed* point is not an error but a rejection, counted by `Info.is_finite`.
     """
 
     result: object = None
-    """What was drawn before the error, in the form that the call would have returned; None where there is no such thing."""
+    """The draws before the error, in the form that the call would have returned; None where there are none."""
 
     def __init__(self, message: str = "", remedy: str = "") -> None:
         super().__init__(message)
         self.remedy = remedy
-        """What to do about it, the end of the message: it differs between a loop of one's own and `sample`."""
+        """What to do about it, at the end of the message: it differs between a training loop and `sample`."""
 
     def __str__(self) -> str:
         return f"{super().__str__()} {self.remedy}".strip()
@@ -45,15 +45,15 @@ class ManyProcesses(RuntimeError):
 
 
 class PerExampleLossRequired(RuntimeError):
-    """The acceptance test needs the losses of single examples, and the sampler was given no `examples`."""
+    """The acceptance test requires per-example losses, and the sampler has none."""
 
 
 class StochasticClosure(RuntimeError):
-    """Two calls of the closure at the same weights gave different losses, where the loss must be a function of the weights."""
+    """Two calls of the closure at the same weights gave different losses: the loss is not a function of the weights."""
 
 
 class StoreMismatch(ValueError):
-    """A folder holds another run than the one that was asked for (another seed, model, data, format, ...), or none."""
+    """A folder holds a different run than the requested one (another seed, model, data, format, ...), or none."""
 
 
 class StoreCorrupt(RuntimeError):
@@ -61,24 +61,20 @@ class StoreCorrupt(RuntimeError):
 
 
 class StoreLocked(RuntimeError):
-    """Another process writes to this run."""
+    """Another process is writing to this run."""
 
 
 class StoreFull(OSError):
-    """The disk is too small for the run, or became full. What was kept before is intact."""
+    """The disk is too small for the run, or is full. Draws already stored are intact."""
 
 
-_INSIDE = (
-    os.path.dirname(__file__) + os.sep,
-    contextlib.__file__,
-    functools.__file__,
-)
-"""Files whose lines are between a user's call and its warning."""
+_INSIDE = (os.path.dirname(__file__) + os.sep, contextlib.__file__, functools.__file__)
+"""Files that lie between a user's call and its warning."""
 
 
 def warn(message: str) -> None:
-    """A UserWarning at the innermost line outside of the package, however deep inside it came up."""
-    # torch wraps the step of an optimizer; it is not imported here, so that `adammcmc --version` does not wait for it
+    """Issue a UserWarning that points to the innermost line outside the package."""
+    # torch wraps an optimizer's step; it is not imported here, to keep `adammcmc --version` fast
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     inside = _INSIDE if torch is None else (*_INSIDE, os.path.dirname(torch) + os.sep)
     frame = sys._getframe(1)

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from adammcmc import AdamMCMC, Gaussian
+from adammcmc.backends.streams import streams
 from adammcmc.jets import Cloud, JetData, Jets, ParticleNet, ParticleNetLite, bundled, cloud_of, padded_inputs, read_jets
 from adammcmc.jets.tagger import Tagger, Training
 from adammcmc.samplers.stacked import StackedSampler, setup_of
 from adammcmc.target.likelihood import Loss
-from adammcmc.target.randomness import streams
 
 pytestmark = [
     pytest.mark.gpu,

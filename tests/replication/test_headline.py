@@ -98,7 +98,8 @@ def test_the_chains_that_should_converge_do_and_the_page_says_which_do_not(resul
 
 @pytest.mark.parametrize("apart", [0.0, 0.3])
 def test_correlated_chains_that_agree_have_converged_and_others_have_not(apart: float) -> None:
-    """Autoregressive chains at rest, whose R-hat is above 1.01 only because their means scatter; then every other one moved."""
+    """Autoregressive chains at rest, whose R-hat is above 1.01 only because their means scatter; then every other one
+    moved."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(16, 1000, 25, generator=generator, dtype=torch.float64)
     x = noise.clone()

@@ -164,12 +164,12 @@ def test_mutual_information_of_100_epochs() -> None:
 def test_the_headline() -> None:
     rows = _result("headline")["rows"]
     truth = {row["lam"]: row["mean_spread"][0] for row in _result("headline")["truth"]}
-    said_of = {
-        "released": "as released: mean loss, no prior (another target than the truth's)",
+    first_cells = {
+        "released": "as released: mean loss, no prior (a different target than the truth's)",
         "printed, data sum": "as printed (C = 1)",
         "exact, underdamped": "exact: underdamped",
     }
-    for name, first in said_of.items():
+    for name, first in first_cells.items():
         widths = [row for row in rows[name] if row["lam"] == 1.0]
         said = [f"{r['mean_spread'][0] / truth[1.0]:.2f}" + ("" if r["is_converged"] else " (n)") for r in widths]
         assert _cells(first)[1] == ", ".join(said[: len(_cells(first)[1].split(","))])

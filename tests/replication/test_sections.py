@@ -1,4 +1,5 @@
-"""Figures and sections are made of numbers: invented ones here, with a known answer, at the number of points of a full run."""
+"""Figures and sections are made of numbers: invented ones here, with a known answer, at the number of points of a full
+run."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ FIGURES: dict[str, tuple[ModuleType, int]] = {
 
 
 class Invented:
-    """A work whose records are invented: acceptances as published for Algorithm 1 on the batch sum, far off for the others."""
+    """A work whose records are invented: acceptances as published for Algorithm 1 on the batch sum, far off for the
+    others."""
 
     def __init__(self) -> None:
         self.preset = replace(PRESETS["smoke"], thin=1, seeds=2, anchors=True, exact_chains=3)  # (the points of h200)
@@ -205,7 +207,8 @@ def test_verdicts_in_words() -> None:
 
 
 class Asked(Invented):
-    """Notes what it is asked for; numbers are those of one trial of each method, but the accuracy: 0.9 at a rate of 0.01."""
+    """Notes what it is asked for; numbers are those of one trial of each method, but the accuracy: 0.9 at a rate of
+    0.01."""
 
     def __init__(self, preset: Preset) -> None:
         super().__init__()

@@ -1,16 +1,17 @@
-"""The baseline: its equations, step by step, and the law that it leaves invariant."""
+"""The baseline: its equations, step by step, and its stationary variance."""
 
 from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from adammcmc import Gaussian, UniformBall
-from replication.sghmc import ScaleAdaptedSGHMC
+from adammcmc import AlwaysAccept, Gaussian, OptimizerMCMC
+from replication.sghmc import ScaleAdaptedSGHMC, noiseless_share
 
 N, H = 50, 4.0  # data, curvature of U
 
@@ -20,7 +21,8 @@ def weights(num: int = 3000, start: float = 0.3) -> torch.nn.Parameter:
 
 
 def walk(sampler: ScaleAdaptedSGHMC, p: Tensor, num_steps: int, noise: float = 0.0, seed: int = 1) -> Tensor:
-    """Mean of theta^2 of each chain over the second half: the mean loss is H theta^2 / (2 N), its gradient may be noisy."""
+    """Mean of theta^2 of each chain over the second half: the mean loss is H theta^2 / (2 N), its gradient may be
+    noisy."""
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros_like(p)
     for step in range(num_steps):
@@ -125,25 +127,29 @@ def test_large_gradients_silence_the_noise() -> None:
         for _ in range(20):
             p.grad = torch.ones_like(p)
             sampler.step()
-        assert float(sampler.silent()) == 1
+        assert noiseless_share(sampler.state.values(), 1e-2) == 1
         ends.append(p.detach().clone())
     assert torch.equal(*ends)
     loud = weights(5)
     sampler = ScaleAdaptedSGHMC([loud], num_data=N, burn_in=10, generator=seeded())
     walk(sampler, loud, 20)
-    assert float(sampler.silent()) == 0
+    assert noiseless_share(sampler.state.values(), 1e-2) == 0
 
 
-def test_a_prior_is_part_of_the_gradient() -> None:
-    ends = []
-    for prior in (Gaussian(0.5), None):
-        p = weights(10)
-        sampler = ScaleAdaptedSGHMC([p], num_data=N, burn_in=5, prior=prior, generator=seeded())
-        for _ in range(10):
-            p.grad = H * p.detach() / N + (0 if prior else p.detach() / 0.25 / N)
-            sampler.step()
-        ends.append(p.detach().clone())
-    torch.testing.assert_close(*ends, rtol=1e-12, atol=0)
+def test_a_prior_of_the_sampler_is_part_of_the_gradient() -> None:
+    """Through `OptimizerMCMC`, at lambda = 1: n times the gradient of the mean loss, and theta / s^2."""
+    p = weights(10)
+    optimizer = partial(ScaleAdaptedSGHMC, num_data=N, burn_in=5)
+    noisy = partial(optimizer, generator=seeded())
+    sampler = OptimizerMCMC([p], noisy, num_data=N, sigma=0.0, acceptance=AlwaysAccept(), prior=Gaussian(0.5))
+    for _ in range(10):
+        sampler.step(lambda: H * p.square().sum() / (2 * N))
+    q = weights(10)
+    plain = optimizer([q], generator=seeded())
+    for _ in range(10):
+        q.grad = (H + 4.0) * q.detach() / N
+        plain.step()
+    torch.testing.assert_close(p, q, rtol=1e-12, atol=0)
 
 
 def test_weights_without_gradient() -> None:
@@ -158,7 +164,7 @@ def test_weights_without_gradient() -> None:
     assert bool((free != 0.3).all())
 
 
-def test_a_saved_state_goes_on() -> None:
+def test_a_saved_state_continues() -> None:
     p = weights(10)
     sampler = ScaleAdaptedSGHMC([p], num_data=N, burn_in=15, generator=seeded())
     walk(sampler, p, 10)
@@ -192,8 +198,6 @@ def test_a_closure_is_called_with_gradients() -> None:
         ({"mdecay": 1.0}, "`mdecay` must be between"),
         ({"num_data": 0}, "`num_data` must be at least 1"),
         ({"burn_in": -1}, "`burn_in` must not be negative"),
-        ({"prior": UniformBall(1.0)}, "positive everywhere"),
-        ({"prior": Gaussian((1.0, 2.0))}, "2 scales for 1"),
     ],
 )
 def test_arguments_are_checked(wrong: dict[str, object], words: str) -> None:
@@ -203,6 +207,7 @@ def test_arguments_are_checked(wrong: dict[str, object], words: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")  # the first use in a process says so
 def test_a_graph_makes_the_same_steps_without_waiting() -> None:
     """Captured steps adapt, stop to adapt, and end where eager ones end; nothing is read back."""
     ends, states = [], []
@@ -210,7 +215,7 @@ def test_a_graph_makes_the_same_steps_without_waiting() -> None:
         torch.cuda.manual_seed(7)
         p = torch.nn.Parameter(torch.full((64,), 0.3, device="cuda"))
         p.grad = torch.zeros_like(p)
-        sampler = ScaleAdaptedSGHMC([p], num_data=N, burn_in=5, prior=Gaussian(2.0))
+        sampler = ScaleAdaptedSGHMC([p], num_data=N, burn_in=5)
 
         def step(p: Tensor = p, sampler: ScaleAdaptedSGHMC = sampler) -> None:
             assert p.grad is not None

@@ -1,4 +1,5 @@
-"""Theorems 1 and 2: the measure is right, the bound is a bound, and the smallest preset shows what the figure claims."""
+"""Theorems 1 and 2: the measure is right, the bound is a bound, and the smallest preset shows what the figure
+claims."""
 
 from __future__ import annotations
 

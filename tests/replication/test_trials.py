@@ -1,8 +1,7 @@
-"""Trials: the same settings give the same record, and a folder keeps it, whoever dies on the way."""
+"""Trials: the same settings give the same record, and a folder keeps it, even if processes are killed."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import multiprocessing
@@ -19,16 +18,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from adammcmc import Event
 from adammcmc.jets import Jets
 from adammcmc.jets.particlenet import ParticleNetLite
-from adammcmc.samplers.sampler import Sampler
 from adammcmc.target.data import derive_seed
-from replication.checkpoint import Checkpoint
+from replication import trials
 from replication.measures import coverage, judge, over_seeds, rounded
 from replication.rows import rows, seeds_of
 from replication.sets import JetSets, read_sets
 from replication.settings import PAPER_PARAMS, PRESETS, preset
-from replication.trials import METHODS, TESTS, Trial, _Run, _Sampling, run_trial
+from replication.trials import METHODS, TESTS, Trial, run_trial
 from replication.work import Work
 
 TINY = replace(PRESETS["smoke"], num_train=48, num_test=30, num_others=1, batch_size=12, steps=6, num_draws=3, exact_data=16)
@@ -53,6 +52,21 @@ def run(trial: Trial, jets: JetSets) -> dict[str, Any]:
     return record
 
 
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Event, dict[str, float]]]:
+    """Each step of the runs, with its numbers."""
+    seen: list[tuple[Event, dict[str, float]]] = []
+    on_step = trials._Notes.on_step
+
+    def noted(self: trials._Notes, event: Event) -> None:
+        on_step(self, event)
+        info = event.sampler.info
+        seen.append((event, {name: float(getattr(info, name)) for name in ("acceptance_rate", "step_to_noise", "loss")}))
+
+    monkeypatch.setattr(trials._Notes, "on_step", noted)
+    return seen
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_a_record_twice_the_same(method: str, jets: JetSets) -> None:
     trial = Trial.exact(TINY, steps=9, burn_in=3, num_draws=3) if method == "exact" else Trial.of(TINY, method)
@@ -63,29 +77,57 @@ def test_every_method_gives_a_record_twice_the_same(method: str, jets: JetSets) 
     assert run(replace(trial, seed=1), jets)["draws"]["nll"] != record["draws"]["nll"]
     assert record["draws"]["num_draws"] == (1 if method in ("adam", "sgd") else 3)
     assert ("acceptance" in record) == (method in ("released", "printed", "exact"))
+    assert ("loss" in record) == (method != "ensemble")
+    assert ("silent" in record) == (method == "sghmc")
     assert (record["draws"]["mean_spread"] > 0) == (method not in ("adam", "sgd")), "draws that differ"
 
 
-def test_adam_is_torchs_adam(jets: JetSets) -> None:
-    """The baseline takes the steps of torch.optim.Adam, on the same batches (without dropout, whose masks are others)."""
-    trial = Trial.of(TINY, "adam", steps=4, in_training_mode=False)
+@pytest.mark.parametrize("method", ["adam", "sgd"])
+def test_a_baseline_is_torchs_optimizer(method: str, jets: JetSets) -> None:
+    """The same steps on the same batches (without dropout, whose masks differ)."""
+    trial = Trial.of(TINY, method, lr=1e-2, steps=4, in_training_mode=False)
     torch.manual_seed(trial.seed)
     net = ParticleNetLite().eval()
     data = jets.data("train", net, trial.num_jets, trial.batch_size)
-    data.restart(derive_seed(trial.seed, 2))
-    adam, losses = torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.99, 0.99)), []
+    data.restart(derive_seed(trial.seed, 0, 1))
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    if method == "adam":
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, betas=(0.99, 0.99))
+    losses = []
     for _ in range(4):
         cloud, labels = next(data)
-        adam.zero_grad()
+        optimizer.zero_grad()
         loss = F.cross_entropy(net(cloud), labels)
         loss.backward()
-        adam.step()
+        optimizer.step()
         losses.append(float(loss.detach()))
     assert run(trial, jets)["loss"]["values"] == pytest.approx(losses, rel=1e-5)
 
 
+def test_sghmc_takes_the_steps_of_its_equations(jets: JetSets) -> None:
+    """Through `sample`: the gradient is that of the mean loss, which the optimizer multiplies by the number of jets."""
+    trial = Trial.of(TINY, "sghmc", lr=1e-3, steps=4, burn_in=2, num_draws=2, in_training_mode=False)
+    torch.manual_seed(trial.seed)
+    net = ParticleNetLite().eval()
+    data = jets.data("train", net, trial.num_jets, trial.batch_size)
+    data.restart(derive_seed(trial.seed, 0, 1))
+    torch.manual_seed(derive_seed(trial.seed, 0, 2))
+    optimizer = trials.ScaleAdaptedSGHMC(net.parameters(), 1e-3, num_data=48, burn_in=2)
+    losses = []
+    for _ in range(4):
+        cloud, labels = next(data)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(cloud), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    record = run(trial, jets)
+    assert record["loss"]["values"] == pytest.approx(losses, rel=1e-5)
+    assert record["silent"] == trials.noiseless_share(optimizer.state.values(), 1e-3)
+
+
 @pytest.mark.parametrize("test", TESTS)
-def test_every_test_runs_in_evaluation_mode(test: str, jets: JetSets) -> None:
+def test_every_acceptance_test_runs_in_evaluation_mode(test: str, jets: JetSets) -> None:
     trial = Trial.of(
         TINY, "printed", sigma=0.2, sigma_delta=1000.0, scale="data_sum", test=test, start=2, in_training_mode=False
     )
@@ -96,112 +138,116 @@ def test_every_test_runs_in_evaluation_mode(test: str, jets: JetSets) -> None:
 
 
 @pytest.mark.parametrize(("scale", "wanted"), [("mean", 1.0), ("batch_sum", 12.0), ("data_sum", 48.0)])
-def test_the_papers_settings_reach_the_sampler(scale: str, wanted: float, jets: JetSets) -> None:
-    """sigma and sigma_Delta divided by the root of its network's size; lambda times what the loss is; both betas."""
-    trial = Trial.of(TINY, "printed", sigma=2.0, sigma_delta=3661.6, scale=scale, lam=3.0, beta=0.5)
-    run = _Run(trial, jets, CPU)
-    method = run._method(jets.data("train", run.net, trial.num_jets, trial.batch_size))
-    assert isinstance(method, _Sampling)
-    group = method.sampler.param_groups[0]
+def test_the_papers_settings_reach_the_sampler(scale: str, wanted: float, jets: JetSets, watched: list[Any]) -> None:
+    """sigma and sigma_Delta divided by the root of its network's size; lambda times the scale of the loss; both
+    betas."""
+    run(Trial.of(TINY, "printed", sigma=2.0, sigma_delta=3661.6, scale=scale, lam=3.0, beta=0.5), jets)
+    sampler = watched[-1][0].sampler
+    group = sampler.param_groups[0]
     assert group["sigma"] == pytest.approx(2 / math.sqrt(PAPER_PARAMS))
     assert group["sigma_along"] == pytest.approx(6.051, abs=1e-3)
     assert group["betas"] == (0.5, 0.5)
-    assert method.sampler.target.scale == pytest.approx(3.0 * wanted)
+    assert sampler.target.scale == pytest.approx(3.0 * wanted)
 
 
-def test_a_chain_counts_from_its_burn_in_and_goes_on_with_adams_moments(jets: JetSets, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates, drawn, samplers = [], [], []
-    step, draw = _Sampling.step, _Run._draw
-
-    def noted(self: _Sampling, batch: Any) -> torch.Tensor:
-        loss = step(self, batch)
-        rates.append(float(self.sampler.info.acceptance_rate))
-        samplers.append(self.sampler)
-        return loss
-
-    def at(self: _Run, held: Any) -> None:
-        drawn.append(len(self.curve))
-        draw(self, held)
-
-    monkeypatch.setattr(_Sampling, "step", noted)
-    monkeypatch.setattr(_Run, "_draw", at)
+def test_a_chain_counts_from_its_burn_in_and_continues_with_adams_moments(
+    jets: JetSets, watched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    monkeypatch.setattr(trials._Notes, "on_draw", lambda self, event, record: drawn.append(record["step"]))
     record = run(Trial.of(TINY, "printed", sigma=2.0, sigma_delta=3661.6, start=2, steps=10, burn_in=4, num_draws=3), jets)
-    assert drawn == [6, 8, 10]
+    rates = [numbers["acceptance_rate"] for _, numbers in watched]
+    assert drawn == [2, 6, 8, 10], "of the steps of Adam, and of the chain"
     assert record["acceptance"] == pytest.approx(sum(rates[-6:]) / 6, rel=1e-5)
     assert len(set(rates)) > 1
-    assert {float(state["step"]) for state in samplers[-1].state.values()} == {12.0}
+    assert {float(state["step"]) for state in watched[-1][0].sampler.state.values()} == {12.0}
 
 
-def test_kappa_and_health_are_those_after_burn_in(jets: JetSets, monkeypatch: pytest.MonkeyPatch) -> None:
-    """kappa = r / sqrt(1 + (sigma_along r)^2), with r = |u| / sigma, of every tenth step."""
-    ratios, resets = [], []
-    step, reset = _Sampling.step, Sampler.reset_health
-
-    def noted(self: _Sampling, batch: Any) -> torch.Tensor:
-        loss = step(self, batch)
-        ratios.append(float(self.sampler.info.step_to_noise))
-        return loss
-
-    def note(self: Sampler) -> None:
-        resets.append(len(ratios))
-        reset(self)
-
-    monkeypatch.setattr(_Sampling, "step", noted)
-    monkeypatch.setattr(Sampler, "reset_health", note)
-    trial = Trial.of(TINY, "printed", sigma=2.0, sigma_delta=100.0, steps=30, burn_in=10, num_draws=2)
-    record = run(trial, jets)
+def test_kappa_and_the_loss_curve(jets: JetSets, watched: list[Any]) -> None:
+    """kappa = r / sqrt(1 + (sigma_along r)^2), with r = |u| / sigma, at every tenth step after burn-in; all losses."""
+    record = run(Trial.of(TINY, "printed", sigma=2.0, sigma_delta=100.0, steps=30, burn_in=10, num_draws=2), jets)
+    ratios = [numbers["step_to_noise"] for _, numbers in watched]
     along = 100.0 / math.sqrt(PAPER_PARAMS)
     kappas = [r / math.sqrt(1 + (along * r) ** 2) for r in ratios]
     assert record["kappa"] == pytest.approx((kappas[19] + kappas[29]) / 2, rel=1e-5)
     assert record["kappa"] < 0.9 * (ratios[19] + ratios[29]) / 2, "the noise along the step counts"
-    assert resets == [10]
+    assert record["loss"]["values"] == pytest.approx([numbers["loss"] for _, numbers in watched], rel=1e-5)
+    assert [event.is_burning_in for event, _ in watched] == [True] * 9 + [False] * 21
+
+
+def test_a_long_loss_curve_is_averaged_over_windows(jets: JetSets, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = run(Trial.of(TINY, "adam"), jets)["loss"]
+    monkeypatch.setattr(trials, "_WINDOWS", 3)
+    pairs = run(Trial.of(TINY, "adam"), jets)["loss"]
+    assert pairs["every"] == 2
+    means = [(a + b) / 2 for a, b in zip(every["values"][::2], every["values"][1::2], strict=True)]
+    assert pairs["values"] == pytest.approx(means, rel=1e-5)
 
 
 def test_snapshots_are_points_of_adams_path(jets: JetSets) -> None:
-    """The same steps, at the same rate; the last of them is what Adam ends with."""
+    """The same steps, at the same rate; Adam ends with the last of them."""
     adam, snapshots = (run(Trial.of(TINY, method, lr=1e-2, looks=3), jets) for method in ("adam", "snapshots"))
     assert snapshots["loss"] == adam["loss"]
     assert snapshots["accuracy"] == adam["accuracy"]
-    assert snapshots["draws"]["probes"][-1] == adam["draws"]["probes"][-1]
+    assert snapshots["accuracy"]["steps"] == [2, 4, 6]
+    assert snapshots["draws"]["probes"][-1] == pytest.approx(adam["draws"]["probes"][-1], rel=1e-4)
     assert len(snapshots["draws"]["probes"]) == 3
+    assert snapshots["accuracy"]["values"][-1] == pytest.approx(adam["draws"]["accuracy"][0], rel=1e-5)
     assert snapshots["loss"] != run(Trial.of(TINY, "snapshots"), jets)["loss"]
 
 
-def test_exact_chains_have_one_start_and_one_target(jets: JetSets) -> None:
+def test_exact_chains_have_one_start_and_one_target(jets: JetSets, watched: list[Any]) -> None:
     """Weights and BatchNorm statistics: the latter are part of the function that is sampled."""
-    states = []
+    losses: list[list[float]] = []
     for seed in (0, 1):
-        chain = _Run(replace(Trial.exact(TINY), seed=seed, start=3), jets, CPU)
-        chain._start(lambda done, total: None, Checkpoint(), None)
-        states.append(chain.net.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(*(s.values() for s in states), strict=True))
-    assert run(replace(Trial.exact(TINY, steps=9, burn_in=3, num_draws=3), start=2), jets)["examples"] == TINY.exact_data
+        trial = replace(Trial.exact(TINY, steps=9, burn_in=3, num_draws=3), seed=seed, start=3)
+        assert run(trial, jets)["examples"] == TINY.exact_data
+        losses.append([numbers["loss"] for _, numbers in watched])
+        watched.clear()
+    assert losses[0][:4] == losses[1][:4], "Adam's steps, and the loss where the chain starts"
+    assert losses[0][4:] != losses[1][4:]
+
+
+def test_weights_that_diverge_are_reported_with_the_trial(jets: JetSets) -> None:
+    with pytest.raises(ValueError, match=r"sgd with learning rate 1e\+30, sigma 0, seed 4: the weights diverged"):
+        run(Trial.of(TINY, "sgd", lr=1e30, seed=4), jets)
+
+
+# --- killed, and resumed ----------------------------------------------------------------------------------------------
 
 
 class Killed(Exception):
-    """Stands for SIGKILL after a state was written."""
+    """Stands for SIGKILL: nothing more is written."""
 
 
-class Deadly(Checkpoint):
-    """Kills after so many states."""
+def killed(trial: Trial, jets: JetSets, folder: Path, after: int, device: torch.device = CPU) -> dict[str, Any] | None:
+    """The record, or None if the process was killed first: without a checkpoint, or (even numbers) with one, by
+    Ctrl-C."""
+    steps = 0
 
-    def __init__(self, path: Path, lives: list[int]) -> None:
-        super().__init__(path, every=0.0)
-        self.lives = lives
+    def report(done: int, total: int) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == after:
+            if after % 2:
+                raise Killed
+            signal.raise_signal(signal.SIGINT)
 
-    def save(self, state: dict[str, Any]) -> None:
-        super().save(state)
-        self.lives[0] -= 1
-        if self.lives[0] == 0:
-            raise Killed
+    torch.manual_seed(after)  # the process that continues has other random numbers
+    try:
+        return dict(rounded(run_trial(trial, jets, device, report, folder)))
+    except (Killed, KeyboardInterrupt):
+        return None
 
-    def part(self, number: int) -> Deadly:
-        return Deadly(super().part(number).path or Path(), self.lives)
+
+def same(a: dict[str, Any] | None, b: dict[str, Any]) -> bool:
+    return {**(a or {}), "seconds": 0} == {**b, "seconds": 0}
 
 
 @pytest.mark.parametrize("method", [*METHODS, "confidence"])
-def test_a_killed_trial_goes_on_bit_for_bit(method: str, jets: JetSets, tmp_path: Path) -> None:
-    """Killed again and again, in Adam's steps before the chain, in burn-in and between draws: the record is the same."""
+def test_a_killed_trial_continues_bit_for_bit(method: str, jets: JetSets, tmp_path: Path) -> None:
+    """Killed again and again, in Adam's steps before the chain, in burn-in and between draws: the record is the
+    same."""
     if method == "exact":
         trial = Trial.exact(TINY, steps=9, burn_in=3, num_draws=3, start=3)
     elif method == "confidence":
@@ -209,23 +255,17 @@ def test_a_killed_trial_goes_on_bit_for_bit(method: str, jets: JetSets, tmp_path
     else:
         trial = Trial.of(TINY, method, sigma=2.0, sigma_delta=3661.6, start=0 if method in ("sgd", "sghmc") else 3, looks=2)
     undisturbed = run(trial, jets)
-    for lives in range(1, 30):
-        torch.manual_seed(lives)  # the process that goes on has other random numbers
-        checkpoint = Deadly(tmp_path / ".state.safetensors", [lives])
-        try:
-            record = rounded(run_trial(trial, jets, CPU, lambda done, total: None, checkpoint))
-        except Killed:
-            continue
-        break
-    assert lives >= 3, "it was killed"
-    record.pop("seconds")
-    assert record == undisturbed
+    attempts = (2, 1, 3, 2, 4, 100)
+    records = [killed(trial, jets, tmp_path / "run", after) for after in attempts]
+    assert records.count(None) >= 3, "it was killed"
+    assert same(records[-1], undisturbed)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:steps are not captured", "ignore:The AccumulateGrad")  # of SGD and sgHMC: they run eagerly
 @pytest.mark.parametrize("method", ["adam", "sgd", "sghmc", "released", "printed", "exact", "ensemble"])
-def test_a_killed_trial_goes_on_bit_for_bit_on_a_gpu(method: str, jets: JetSets, tmp_path: Path) -> None:
-    """Where steps are graphs: a process that goes on takes its first steps without, and has the same numbers."""
+def test_a_killed_trial_continues_bit_for_bit_on_a_gpu(method: str, jets: JetSets, tmp_path: Path) -> None:
+    """Where steps are graphs: a process that continues takes its first steps without, and has the same numbers."""
     sizes: dict[str, Any] = {"precision": "bfloat16", "steps": 24, "burn_in": 8, "num_draws": 2}
     if method == "exact":
         trial = Trial.exact(TINY, steps=24, burn_in=8, num_draws=4, start=8)
@@ -233,44 +273,49 @@ def test_a_killed_trial_goes_on_bit_for_bit_on_a_gpu(method: str, jets: JetSets,
         trial = Trial.of(TINY, method, sigma=2.0, sigma_delta=3661.6, start=0 if method in ("sgd", "sghmc") else 8, **sizes)
     device = torch.device("cuda")
     undisturbed = rounded(run_trial(trial, jets, device, lambda done, total: None))
-    for lives in (5, 11, 13, 1000):
-        torch.manual_seed(lives)
-        checkpoint = Deadly(tmp_path / ".state.safetensors", [lives])
-        with contextlib.suppress(Killed):
-            record = rounded(run_trial(trial, jets, device, lambda done, total: None, checkpoint))
-    for one in (record, undisturbed):
-        one.pop("seconds")
-    assert record == undisturbed
+    records = [killed(trial, jets, tmp_path / "run", after, device) for after in (6, 12, 13, 1000)]
+    assert same(records[-1], undisturbed)
 
 
-def test_a_state_that_cannot_be_read_is_begun_again(tmp_path: Path, jets: JetSets) -> None:
-    path = tmp_path / ".state.safetensors"
-    path.write_bytes(b"torn")
+def test_a_finished_start_is_not_run_again(jets: JetSets, tmp_path: Path, watched: list[Any]) -> None:
+    trial = Trial.of(TINY, "printed", sigma=2.0, sigma_delta=3661.6, start=3)
+    assert killed(trial, jets, tmp_path / "run", 5) is None
+    watched.clear()
+    killed(trial, jets, tmp_path / "run", 100)
+    assert [event.step for event, _ in watched] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_damaged_run_starts_again(tmp_path: Path, jets: JetSets) -> None:
     trial = Trial.of(TINY, "adam")
-    with pytest.warns(UserWarning, match="cannot be read .*begins again"):
-        record = run_trial(trial, jets, CPU, lambda done, total: None, Checkpoint(path))
-    assert record["loss"]["values"] == pytest.approx(run(trial, jets)["loss"]["values"], rel=1e-5)
+    assert killed(trial, jets, tmp_path / "run", 5) is None
+    for path in (tmp_path / "run" / "chain").rglob("*"):
+        if path.suffix in (".json", ".safetensors"):
+            path.write_bytes(b"torn")
+    with pytest.warns(UserWarning, match="cannot be resumed .*starts again"):
+        record = killed(trial, jets, tmp_path / "run", 100)
+    assert same(record, run(trial, jets))
 
 
-def test_a_folder_keeps_no_states_of_trials_that_are_done(
-    tmp_path: Path, jets: JetSets, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = []
+def test_seconds_are_those_of_all_processes(jets: JetSets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of Adam's steps before the chain; each step takes 100 seconds."""
+    began, now = time.perf_counter(), [0.0]
+    monkeypatch.setattr(trials.time, "perf_counter", lambda: began + now[0])
+    note = trials._Notes._note
 
-    def note(self: Checkpoint, state: dict[str, Any]) -> None:
-        saved.append(self.path)
-        write(self, state)
+    def slow(self: trials._Notes, event: Event) -> None:
+        now[0] += 100.0 * (event.sampler.num_steps != self._step)
+        note(self, event)
 
-    write = Checkpoint.save
-    monkeypatch.setattr(Checkpoint, "is_due", True)
-    monkeypatch.setattr(Checkpoint, "save", note)
-    trials = [Trial.of(TINY, "adam"), Trial.of(TINY, "ensemble", num_draws=2)]
-    Work(TINY, tmp_path, jets, progress=False).records(trials)
-    assert len({path.name for path in saved if path}) == 4  # Adam's, the ensemble's, its two members'
-    assert {path.suffix for path in (tmp_path / "trials").iterdir()} == {".json", ".lock"}
+    monkeypatch.setattr(trials._Notes, "_note", slow)
+    trial = Trial.of(TINY, "adam", start=3)
+    for after in (2, 2, 4):
+        assert killed(trial, jets, tmp_path / "run", after) is None
+    record = killed(trial, jets, tmp_path / "run", 100)
+    assert record is not None
+    assert record["seconds"] == pytest.approx(900.0), "three steps of Adam and six of the chain, each once"
 
 
-# --- the folder -------------------------------------------------------------------------------------------------------------
+# --- the folder -------------------------------------------------------------------------------------------------------
 
 
 def test_a_trial_is_run_once(tmp_path: Path, jets: JetSets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,17 +383,65 @@ def test_jets_that_are_missing_are_said_with_the_command(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("call", "words"), [
-    (lambda: Trial("sgld"), "no method 'sgld'"),
-    (lambda: Trial("printed", test="mini"), "no test 'mini'"),
+    (lambda: Trial("sgld"), "unknown method 'sgld'"),
+    (lambda: Trial("printed", test="mini"), "unknown test 'mini'"),
     (lambda: Trial("adam", steps=500), "a burn-in of 1,000 steps leaves no draws in 500 steps"),
-    (lambda: preset("large"), "no preset 'large'. Known: smoke, small, h200, paper"),
+    (lambda: preset("large"), "unknown preset 'large'. Known: smoke, small, h200, paper"),
 ])  # fmt: skip
 def test_unknown_names_and_no_draws(call: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------------
+def test_a_folder_keeps_no_unfinished_runs_of_finished_trials(tmp_path: Path, jets: JetSets) -> None:
+    """Also where a process was killed after the record was written, or while it was."""
+    work, folder = Work(TINY, tmp_path, jets, progress=False), tmp_path / "trials"
+    work.records([Trial.of(TINY, "adam"), Trial.of(TINY, "ensemble", num_draws=2)])
+    (folder / ".a.json.99999.json").write_text("{")
+    assert work.kept("a", lambda: 1) == 1
+    (folder / ".a.run-0" / "chain").mkdir(parents=True)
+    assert work.kept("a", lambda: 2) == 1
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".lock"}
+    assert not list(folder.glob(".a.json*"))
+
+
+def test_an_unfinished_run_is_kept_until_its_record_is_written(tmp_path: Path) -> None:
+    run = tmp_path / "trials" / ".a.run-0"
+    run.mkdir(parents=True)
+
+    def fails() -> None:
+        assert run.exists()
+        raise Killed
+
+    with pytest.raises(Killed):
+        Work(TINY, tmp_path, progress=False).kept("a", fails)
+    assert run.exists()
+
+
+def test_a_run_of_another_device_is_not_continued(tmp_path: Path, jets: JetSets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps must not be mixed into a record that names this device."""
+    folders = []
+    for name in ("this one", "another"):
+        monkeypatch.setattr("replication.work.device_name", lambda device, name=name: name)
+        folders.append(Work(TINY, tmp_path, jets, progress=False)._unfinished("a"))
+    assert folders[0] != folders[1]
+    assert all(folder.match(".a.run-*") for folder in folders)
+
+
+def test_a_trials_own_error_is_not_mistaken_for_a_lock(tmp_path: Path) -> None:
+    """Or it would be called again and again."""
+    calls: list[str] = []
+
+    def fails() -> None:
+        assert not calls
+        calls.append("once")
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with pytest.raises(RuntimeError, match="temporarily unavailable"):
+        Work(TINY, tmp_path, progress=False).all_kept({"a": fails})
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_means_over_seeds(tmp_path: Path, jets: JetSets) -> None:

@@ -23,7 +23,7 @@ def test_a_preset_for_a_gpu_says_so_on_a_cpu(tmp_path: Path, monkeypatch: pytest
     jets = read_sets(PRESETS["smoke"])
     assert [name for name, preset in PRESETS.items() if preset.is_for_gpu] == ["h200", "paper"]
     work = Work(replace(PRESETS["h200"], device="cpu"), tmp_path, jets, progress=False)
-    with pytest.warns(UserWarning, match="'h200' is made for a GPU.*`--preset small`") as said:
+    with pytest.warns(UserWarning, match="'h200' needs a GPU.*`--preset small`") as said:
         work.records([Trial("adam"), Trial("sgd")])
     assert len(said) == 1, "once"
     work.records([Trial("adam")])

@@ -1,12 +1,10 @@
-"""Whether to go: acceptance tests, small frozen objects with one signature (see `comparison.AcceptanceTest`)."""
+"""Acceptance tests: small frozen objects with one signature (`AcceptanceTest`)."""
 
 from adammcmc.acceptance.barker import Barker
 from adammcmc.acceptance.bounds import Bound, ClampedLoss, DerivativeBound, last_layer_bound, logistic_bound
 from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
-from adammcmc.acceptance.confidence import Confidence
-from adammcmc.acceptance.metropolis import AlwaysAccept, FullData, Minibatch, beta_eff, effective_beta
-from adammcmc.acceptance.penalty import Penalty
-from adammcmc.acceptance.sequential import Sequential
+from adammcmc.acceptance.growing import Confidence, Sequential
+from adammcmc.acceptance.metropolis import AlwaysAccept, FullData, Minibatch, Penalty, beta_eff, effective_beta
 from adammcmc.acceptance.tuna import Tuna
 
 __all__ = [

@@ -1,15 +1,15 @@
-r"""How much the loss of one example can change: what `Tuna` and `Confidence` need to know for certain.
+r"""Bounds on how much the loss of one example can change, which `Tuna` and `Confidence` rely on.
 
     |D_i(theta, tau)| <= c_i M(theta, tau),    M symmetric,    D_i = l_i(tau) - l_i(theta)
 
-(without lambda; under a control variate D_i is what it leaves).
+(without lambda; with a control variate, D_i is the remainder).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,15 +20,19 @@ from adammcmc.target.leaves import Leaves, inner
 __all__ = ["Bound", "ClampedLoss", "DerivativeBound", "Table", "Tables", "distance", "last_layer_bound", "logistic_bound"]
 
 
+@runtime_checkable
 class Bound(Protocol):
-    """|D_i| <= c_i M."""
+    """|D_i| <= c_i M. A bound of your own is a subclass with `weights` and `distance`."""
+
+    order: int = 0
+    """The order of the control variate that the bound is for; 0 for none."""
 
     def weights(self, num_examples: int, device: torch.device) -> Tensor:
-        """c_i, (n,), float64, positive or zero. They are asked for once."""
+        """c_i, (n,), float64, not negative. Called once."""
         ...
 
     def distance(self, params: Leaves, proposed: Leaves, reference: Leaves | None) -> Tensor:
-        """M, (chains,), float64; the same with the two points exchanged.
+        """M, (chains,), float64, symmetric in the two points.
 
         `reference`: that of the control variate, with a chain axis of length 1; None without one.
         """
@@ -36,18 +40,20 @@ class Bound(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class DerivativeBound:
+class DerivativeBound(Bound):
     r"""From a bound on a derivative. Exact if the bound is true.
 
-        |d^(k+1) l_i| <= c_i   =>   |D_i| <= c_i |tau - theta| r^k / k!,    r = max(|theta - reference|, |tau - reference|)
+        |d^(k+1) l_i| <= c_i   =>   |D_i| <= c_i |tau - theta| r^k / k!,
+        r = max(|theta - reference|, |tau - reference|)
 
-    where D_i has the Taylor polynomial of order k at the reference taken off (k = 0: nothing, and c_i is a Lipschitz constant).
-    The gradient of what is left is a remainder of order k: at most c_i |x - reference|^k / k! at a point x, and no point
-    between theta and tau is farther from the reference than the farther of the two.
+    where D_i is the remainder after the Taylor polynomial of order k at the reference (k = 0: nothing is subtracted,
+    and c_i is a Lipschitz constant). The gradient of this remainder is itself a remainder of order k: at most
+    c_i |x - reference|^k / k! at a point x, and no point between theta and tau is farther from the reference than the
+    farther of the two.
 
     Args:
-        constants: c_i, (n,): bounds of the derivative of order `order` + 1 (its operator norm) for each example.
-        order: k, that of the control variate, whose reference is taken; 0 without one.
+        constants: c_i, (n,): bounds of the derivative of order `order` + 1 (its operator norm), one per example.
+        order: k, that of the control variate, whose reference is used; 0 without one.
     """
 
     constants: Tensor
@@ -56,9 +62,8 @@ class DerivativeBound:
     def __post_init__(self) -> None:
         c = self.constants
         if c.dim() != 1 or not bool((c.isfinite() & (c >= 0)).all()) or not bool((c > 0).any()):
-            raise ValueError("the constants of a bound must be positive and finite, one for each example, shape (n,).")
-        if self.order not in (0, 1, 2):
-            raise ValueError(f"`order` must be that of the control variate, 1 or 2, or 0 without one, got {self.order!r}.")
+            raise ValueError("the constants of a bound must be positive and finite, one per example, shape (n,).")
+        _check_order(self.order)
 
     def weights(self, num_examples: int, device: torch.device) -> Tensor:
         if len(self.constants) != num_examples:
@@ -75,8 +80,8 @@ class DerivativeBound:
 
 
 @dataclass(frozen=True)
-class ClampedLoss:
-    """|D_i| <= maximum, for losses in [0, maximum]: true if the MODEL clamps its loss, not the test."""
+class ClampedLoss(Bound):
+    """|D_i| <= maximum, for losses in [0, maximum]. True only if the MODEL clamps its loss: the test does not."""
 
     maximum: float
 
@@ -91,18 +96,46 @@ class ClampedLoss:
         return torch.ones(params[0].shape[0], dtype=torch.float64, device=params[0].device)
 
 
+def logistic_bound(inputs: Tensor, order: int = 0) -> DerivativeBound:
+    r"""For the logistic loss l_i = log(1 + e^(-y_i x_i . theta)), y_i = -1 or 1.
+
+    Its derivatives of order 1, 2, 3 are at most |x_i|, |x_i|^2 / 4, |x_i|^3 / (6 sqrt 3).
+
+    Args:
+        inputs: x, (n, P).
+        order: of the control variate; 0 without one.
+    """
+    _check_order(order)
+    largest = (1.0, 0.25, 1 / (6 * math.sqrt(3)))[order]
+    return DerivativeBound(largest * inputs.double().norm(dim=1) ** (order + 1), order)
+
+
+def last_layer_bound(features: Tensor, *, bias: bool = True) -> DerivativeBound:
+    r"""For cross entropy if only a linear last layer is sampled: |D_i| <= sqrt(2) |(h_i, 1)| |(dW, db)|.
+
+    The gradient of cross entropy with respect to the logits, p - e_y, has norm sqrt(2) at most, and the logits move by
+    dW h_i + db.
+
+    Args:
+        features: h, (n, width): the fixed inputs of the layer.
+        bias: whether the layer has one.
+    """
+    squares = features.double().square().sum(1) + (1.0 if bias else 0.0)
+    return DerivativeBound(squares.mul(2).sqrt())
+
+
 class Table(NamedTuple):
-    """The c_i of a bound in the forms that a step asks for."""
+    """The c_i of a bound in the forms that a step needs."""
 
     weights: Tensor
     """c_i, (n,), float64."""
     steps: Tensor
-    """Their running sums, (n,), to draw examples by weight without a look at all of them."""
+    """Their cumulative sums, (n,), to draw examples by weight in O(log n)."""
     largest: Tensor
 
 
 class Tables:
-    """The tables of one bound, made once for each device: no step pays for all n examples."""
+    """The tables of one bound, computed once per device: no step pays for all n examples."""
 
     def __init__(self, bound: Bound) -> None:
         self._bound = bound
@@ -116,50 +149,25 @@ class Tables:
         return self._made[key]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tables, (self._bound,)  # copies and pickles make theirs
+        return Tables, (self._bound,)  # copies and pickles compute their own
 
 
 def distance(bound: Bound, comparison: Comparison) -> Tensor:
-    """M of this move, (chains,).
-
-    Refuses a bound on something else than what the test looks at: losses, or what a control variate leaves of them.
-    """
+    """M of this move, (chains,). Refuses a bound for another control variate than the target's."""
     control = comparison.potential.control
-    order, expected = getattr(bound, "order", 0), 0 if control is None else control.order
-    if order != expected:
+    expected = 0 if control is None else control.order
+    if bound.order != expected:
         what = "there is no control variate" if control is None else f"the control variate is of order {expected}"
         raise ValueError(
-            f"the bound is for a control variate of order {order} (0: for none), but {what}. A density gets one by "
-            "DataDensity(control_variate=...), a sampler by sampler.use_control_variate(order); sample() has none."
+            f"the bound is for a control variate of order {bound.order} (0: for none), but {what}. A density gets one "
+            "by DataDensity(control_variate=...), a sampler by sampler.use_control_variate(order); sample() has none."
         )
     return bound.distance(comparison.params, comparison.proposed, None if control is None else control.reference)
 
 
-def logistic_bound(inputs: Tensor, order: int = 0) -> DerivativeBound:
-    r"""For l_i = log(1 + e^(-y_i x_i . theta)), y_i = -1 or 1: derivatives of order 1, 2, 3 are at most |x_i|, |x_i|^2 / 4,
-    |x_i|^3 / (6 sqrt 3).
-
-    Args:
-        inputs: x, (n, P).
-        order: of the control variate; 0 without one.
-    """
+def _check_order(order: int) -> None:
     if order not in (0, 1, 2):
         raise ValueError(f"`order` must be that of the control variate, 1 or 2, or 0 without one, got {order!r}.")
-    largest = (1.0, 0.25, 1 / (6 * math.sqrt(3)))[order]
-    return DerivativeBound(largest * inputs.double().norm(dim=1) ** (order + 1), order)
-
-
-def last_layer_bound(features: Tensor, *, bias: bool = True) -> DerivativeBound:
-    r"""For cross entropy of a linear last layer, the only one that is sampled: |D_i| <= sqrt(2) |(h_i, 1)| |(dW, db)|.
-
-    The gradient of cross entropy by the logits, p - e_y, is no longer than sqrt(2), and the logits move by dW h_i + db.
-
-    Args:
-        features: h, (n, width): what the layer gets, fixed.
-        bias: whether the layer has one.
-    """
-    squares = features.double().square().sum(1) + (1.0 if bias else 0.0)
-    return DerivativeBound(squares.mul(2).sqrt())
 
 
 def _distance(a: Leaves, b: Leaves) -> Tensor:

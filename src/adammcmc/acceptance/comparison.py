@@ -1,28 +1,29 @@
-"""The protocol of acceptance tests: what a test may ask about a proposed move, and what it answers."""
+"""The protocol of acceptance tests: what a test can evaluate about a proposed move, and the verdict it returns."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from adammcmc.errors import PerExampleLossRequired
 from adammcmc.target.leaves import Leaves, is_finite
+from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
-from adammcmc.target.target import Evaluation, Potential
 
 __all__ = ["AcceptanceTest", "Comparison", "Differences", "Verdict"]
 
-_CHUNK = 4096  # examples in one forward
+_CHUNK = 4096  # examples in one forward pass
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A current point and a proposed one; what a test does not ask for is not evaluated."""
+    """A current point theta and a proposed point tau. Everything is evaluated on demand."""
 
     potential: Potential
     params: Leaves
@@ -34,9 +35,9 @@ class Comparison:
     log_q_ratio: Callable[[], Tensor]
     """log q(theta|tau) - log q(tau|theta), (chains,), float64."""
     may_move: Tensor
-    """(chains,): False for a chain that is frozen; no test may accept it."""
+    """(chains,): False for a frozen chain, which no test may accept."""
     log_uniform: Tensor | None = None
-    """log of the uniform number that decides, (chains,), float64, where the kernel brings its own; None: the test draws one."""
+    """log of the deciding uniform number, (chains,), float64, if the kernel supplies it; None: the test draws one."""
 
     @property
     def num_chains(self) -> int:
@@ -48,51 +49,17 @@ class Comparison:
 
     @property
     def batch_size(self) -> int | None:
-        """Examples in this step's batch; None when the closure returned only their mean."""
+        """Examples in this step's batch; None if the closure returned only their mean."""
         return self.here.losses.shape[1] if self.here.losses.dim() > 1 else None
-
-    def batch_noise(self) -> Tensor | None:
-        """s, the standard deviation of `batch_log_ratio` over batches, from the losses of this batch; 0 for fixed data.
-
-        s^2 = (lambda n)^2 var(l_i(tau) - l_i(theta)) / b * (1 - b / n). None where the closure returned only means.
-        """
-        if self.potential.fixed:
-            return torch.zeros_like(self.here.log_prior)
-        if (size := self.batch_size) is None or size < 2 or self._is_outside():
-            return None
-        difference = self.there().losses.double() - self.here.losses.double()
-        scale, unseen = self.potential.scale, 1 - size * self.potential.inverse_temperature / self.potential.scale
-        if isinstance(unseen, Tensor):  # one for each chain
-            return difference.std(1) * (scale * (unseen.clamp_min(0) / size).sqrt())
-        return difference.std(1) * (scale * math.sqrt(max(0.0, unseen) / size))
-
-    def log_prior_difference(self) -> Tensor:
-        """log prior(tau) - log prior(theta), (chains,), float64."""
-        return self.potential.log_prior(self.proposed) - self.here.log_prior
-
-    def batch_log_ratio(self) -> Tensor:
-        """Y = U(theta) - U(tau) + log_q_ratio with U estimated on this step's batch, (chains,), float64.
-
-        Outside a bounded prior's support the loss is not asked for, where looking costs nothing (on the CPU).
-        """
-        if self._is_outside():
-            return torch.full_like(self.here.log_prior, -torch.inf)
-        return self.log_q_ratio() - self.potential.compare(self.here, self.there())
-
-    def _is_outside(self) -> bool:
-        """Whether all chains are known to have left the support of the prior (on the CPU, where looking costs nothing)."""
-        if not self.potential.is_bounded or self.device.type != "cpu":
-            return False
-        return bool((self.log_prior_difference() == -torch.inf).all())
 
     @property
     def num_examples(self) -> int:
-        """n; an error where the losses of single examples cannot be asked for."""
+        """n; an error if per-example losses are not available."""
         if (n := self.potential.num_examples) is None:
             raise PerExampleLossRequired(
-                "the acceptance test chooses examples of the data and needs their losses. Pass "
-                "`examples=TensorExamples(loss, inputs, targets)` to the sampler, with a loss that returns one number for each "
-                "example, or sample a `DataDensity`."
+                "the acceptance test selects examples and needs their losses. Pass `examples=TensorExamples(loss, "
+                "inputs, targets)` to the sampler, with a loss that returns one number per example, or sample a "
+                "`DataDensity`."
             )
         return n
 
@@ -101,10 +68,48 @@ class Comparison:
         lam = torch.as_tensor(self.potential.inverse_temperature, dtype=torch.float64, device=self.device)
         return lam.expand(self.num_chains)
 
-    def known(self) -> Tensor:
-        """c, what is known of Y without looking at the data, (chains,), float64.
+    # --- on this step's batch -----------------------------------------------------------------------------------------
 
-        log_q_ratio + log prior(tau) - log prior(theta), and where the target has a control variate T,
+    def batch_log_ratio(self) -> Tensor:
+        """Y = U(theta) - U(tau) + log_q_ratio with U estimated on this step's batch, (chains,), float64.
+
+        If all chains have left a bounded prior's support, the loss is not evaluated (on the CPU).
+        """
+        if self._is_outside():
+            return torch.full_like(self.here.log_prior, -torch.inf)
+        return self.log_q_ratio() - self.potential.compare(self.here, self.there())
+
+    def batch_noise(self) -> Tensor | None:
+        """s, the standard deviation of `batch_log_ratio` over batches, estimated from this batch; 0 for fixed data.
+
+        s^2 = (lambda n)^2 var(l_i(tau) - l_i(theta)) / b * (1 - b / n). None if the closure returned only means.
+        """
+        if self.potential.fixed:
+            return torch.zeros_like(self.here.log_prior)
+        if (size := self.batch_size) is None or size < 2 or self._is_outside():
+            return None
+        difference = self.there().losses.double() - self.here.losses.double()
+        scale, unseen = self.potential.scale, 1 - size * self.potential.inverse_temperature / self.potential.scale
+        if isinstance(unseen, Tensor):  # one per chain
+            return difference.std(1) * (scale * (unseen.clamp_min(0) / size).sqrt())
+        return difference.std(1) * (scale * math.sqrt(max(0.0, unseen) / size))
+
+    def log_prior_difference(self) -> Tensor:
+        """log prior(tau) - log prior(theta), (chains,), float64."""
+        return self.potential.log_prior(self.proposed) - self.here.log_prior
+
+    def _is_outside(self) -> bool:
+        """Whether all chains are known to have left the prior's support (on the CPU, where the check is free)."""
+        if not self.potential.is_bounded or self.device.type != "cpu":
+            return False
+        return bool((self.log_prior_difference() == -torch.inf).all())
+
+    # --- on selected examples -----------------------------------------------------------------------------------------
+
+    def known(self) -> Tensor:
+        """c, the part of Y that needs no data, (chains,), float64.
+
+        log_q_ratio + log prior(tau) - log prior(theta), and with a control variate T also
         -lambda sum_i (T_i(tau) - T_i(theta)).
         """
         known = self.log_q_ratio() + self.log_prior_difference()
@@ -113,17 +118,18 @@ class Comparison:
         return known - self.inverse_temperature() * control.total(self.params, self.proposed)
 
     def differences(self, indices: slice | Tensor, chains: Tensor | None = None) -> Differences:
-        """D_i = l_i(tau) - l_i(theta) of chosen examples, in chunks of 4,096.
+        """D_i = l_i(tau) - l_i(theta) of selected examples, in chunks of 4,096.
 
-        Where the target has a control variate T, D_i is what is left, l_i(tau) - l_i(theta) - (T_i(tau) - T_i(theta)), so that
-        Y = known() - lambda sum_i D_i in any case.
+        With a control variate T, D_i is the remainder l_i(tau) - l_i(theta) - (T_i(tau) - T_i(theta)), so that
+        Y = known() - lambda sum_i D_i in either case.
 
         Args:
-            indices: the examples, the same for all chains, or a row for each, (chains, examples).
-            chains: numbers of the chains that are asked; None is all of them.
+            indices: the examples, the same for all chains, or one row per chain, (chains, examples).
+            chains: indices of the chains to evaluate; None is all of them.
         """
-        if isinstance(indices, Tensor) and indices.shape[-1] > _CHUNK:
-            parts = [self.differences(piece, chains) for piece in torch.split(indices, _CHUNK, -1)]
+        pieces = _pieces(indices)
+        if len(pieces) > 1:
+            parts = [self.differences(piece, chains) for piece in pieces]
             finite = torch.stack([part.is_current_finite for part in parts]).all(0)
             return Differences(torch.cat([p.values for p in parts], 1), finite, torch.cat([p.rounding for p in parts], 1))
         params, proposed, rows = self.params, self.proposed, indices
@@ -131,7 +137,7 @@ class Comparison:
         if chains is not None and len(chains) < self.num_chains:
             if self.potential.can_narrow:
                 params, proposed = (tuple(x[chains] for x in leaves) for leaves in (params, proposed))
-            else:  # chains that are not asked get the examples of another
+            else:  # the other chains get the examples of one of these, and their results are dropped
                 kept = chains
                 if isinstance(indices, Tensor) and indices.dim() > 1:
                     rows = indices[:1].repeat(self.num_chains, 1).index_copy_(0, chains, indices)
@@ -143,86 +149,109 @@ class Comparison:
             difference = difference - control.differences(params, proposed, rows)[kept]
         return Differences(difference, is_finite(before.sum(1)), 4 * eps * torch.maximum(before.abs(), after.abs()))
 
+    def current_losses(self, indices: slice | Tensor) -> Tensor:
+        """l_i(theta) of selected examples, (chains, examples), float64."""
+        return self._losses(self.params, indices).double()
+
+    def proposed_losses(self, indices: slice | Tensor) -> Tensor:
+        """l_i(tau) of selected examples, (chains, examples), float64."""
+        return self._losses(self.proposed, indices).double()
+
     def _losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
         losses = self.potential.example_losses(params, indices)
         if losses.dtype in (torch.bfloat16, torch.float16):
             raise TypeError(
-                f"the losses of the examples are in {losses.dtype}: their rounding, times num_data, would swamp the acceptance "
-                "ratio. Compute them in float32, for example F.cross_entropy(model(x).float(), y, reduction='none')."
+                f"the per-example losses are in {losses.dtype}: their rounding, times num_data, would swamp the "
+                "acceptance ratio. Compute them in float32, for example F.cross_entropy(model(x).float(), y, "
+                "reduction='none')."
             )
         return losses
 
-    def current_losses(self, indices: slice | Tensor) -> Tensor:
-        """l_i(theta) for chosen examples of the data set, (chains, examples), float64."""
-        return self._losses(self.params, indices).double()
 
-    def proposed_losses(self, indices: slice | Tensor) -> Tensor:
-        """l_i(tau) for chosen examples of the data set, (chains, examples), float64."""
-        return self._losses(self.proposed, indices).double()
+def _pieces(indices: slice | Tensor) -> Sequence[slice | Tensor]:
+    if isinstance(indices, Tensor):
+        return torch.split(indices, _CHUNK, -1)
+    return [slice(i, min(i + _CHUNK, indices.stop)) for i in range(indices.start, indices.stop, _CHUNK)]
 
 
 class Differences(NamedTuple):
-    """What chosen examples say of a move."""
+    """Loss differences of selected examples."""
 
     values: Tensor
     """D_i, (chains, examples), float64."""
     is_current_finite: Tensor
     """Whether all l_i(theta) were finite, (chains,)."""
     rounding: Tensor
-    """By how much the rounding of the losses may have moved D_i, (chains, examples), float64."""
+    """A bound on the rounding error of D_i, (chains, examples), float64."""
 
 
 class Verdict(NamedTuple):
-    """A test's answer; each field has shape (chains,)."""
+    """The result of a test; each field has shape (chains,)."""
 
     is_accepted: Tensor
     acceptance_rate: Tensor
-    """The probability of acceptance given what the test saw, such as min(1, exp(Y)); or the decision itself, where how much it
-    saw depends on the uniform number."""
+    """The probability of acceptance given the data used, such as min(1, exp(Y)); or the decision itself, if the amount
+    of data depended on the uniform number."""
     log_ratio: Tensor
-    """Y, float64; NaN where it is not known."""
+    """Y, float64; NaN if unknown."""
     is_finite: Tensor
-    """Whether U was finite at the proposed point, as far as the test looked."""
+    """Whether U was finite at the proposed point, on the data used."""
     num_examples: Tensor
-    """How many examples of the data the decision looked at; NaN where that is not known."""
+    """How many examples the decision used; NaN if unknown."""
     is_current_finite: Tensor | None = None
-    """Whether the losses that the test looked at were finite at the current point; None if it looked at no others than the
-    step's own. A chain whose current loss is not finite freezes."""
+    """Whether all losses evaluated at the current point were finite; None if the test used only the step's own batch.
+    A chain whose current loss is not finite freezes."""
     log_ratio_noise: Tensor | None = None
-    """Standard deviation of Y as an estimate of the full-data Y: 0 where Y is exact; None where it is not known."""
+    """Standard deviation of Y as an estimate of the full-data Y: 0 if Y is exact; None if unknown."""
     potential: Tensor | None = None
-    """U at the current point on the full data, where the test knows it."""
+    """U at the current point on the full data, if the test computed it."""
 
 
+@runtime_checkable
 class AcceptanceTest(Protocol):
-    """`test(comparison, carry, generator) -> (Verdict, carry)`; `carry` is the test's memory between steps, None at first."""
+    """Decides whether each chain takes a proposed move.
 
-    def __call__(self, comparison: Comparison, carry: Any, generator: Randomness) -> tuple[Verdict, Any]: ...
+    Write a test as a subclass with `__call__` and `approximation`; override only the traits whose defaults do not fit,
+    as plain class attributes (`needs_noise = False`). A class that defines every member need not inherit.
+    """
 
+    needs_noise: bool = True
+    """Whether the test uses `log_q_ratio`, which rules out sigma = 0."""
+    is_metropolis: bool = False
+    """Whether the decision is log uniform < Y with the reported Y and, if given, `Comparison.log_uniform`. Only then is
+    the acceptance of an exact chain 2 P(Y > 0), does noise in Y heat the target by `beta_eff`, and can a kernel carry the
+    uniform number from step to step."""
+    needs_examples: bool = False
+    """Whether the test evaluates examples other than those of the step's own batch."""
+    reads_device: bool = False
+    """Whether the host reads device values before the decision, which rules out CUDA graphs."""
+    uses_all_data: bool = False
+    """Whether every decision uses all examples, so that U is known exactly."""
+    uses_batch_only: bool = False
+    """Whether the decision is plain Metropolis on the step's own batch, or no decision at all. A fused backend can then
+    make it: by Metropolis, or, if not `needs_noise`, by the prior's support alone."""
+    chunk_size: int | None = None
+    """Examples per forward pass of a test on all data; None for any other test."""
+    carries_count: bool = False
+    """Whether `carry` is a count over the whole run, which is checkpointed, and kept when the weights change between
+    steps. Any other carry is a cache for the current weights, and is dropped."""
+
+    @abstractmethod
+    def __call__(self, comparison: Comparison, carry: Any, generator: Randomness) -> tuple[Verdict, Any]:
+        """The verdict and the test's memory for the next step; `carry` is that memory, None at first."""
+
+    @abstractmethod
     def approximation(self, *, fixed_data: bool) -> str | None:
-        """Why the test is not exact, in a few words; None if it is. `fixed_data`: each batch is the whole data set."""
-        ...
+        """Why the test is not exact, in a few words; None if it is. `fixed_data`: every batch is the whole data set."""
 
-    @property
-    def needs_noise(self) -> bool:
-        """Whether the test asks for `log_q_ratio`, so that sigma = 0 is impossible."""
-        ...
+    def carried_losses(self, carry: Any) -> Tensor | None:
+        """The losses of all examples at the current weights, (chains, n), if `carry` holds them."""
+        return None
 
-    @property
-    def is_metropolis(self) -> bool:
-        """Whether the test is log uniform < Y with the Y that it reports.
+    def complaint(self, carry: Any) -> str | None:
+        """Why the steps so far were not exact, in a few words; None if they were, as far as the test can tell."""
+        return None
 
-        Only then is the acceptance of an exact chain 2 P(Y > 0), does noise of Y heat by `beta_eff`, and can the uniform number
-        be one that a kernel carries from step to step.
-        """
-        ...
-
-    @property
-    def needs_examples(self) -> bool:
-        """Whether the test chooses examples of the data, other than those of the step's own batch."""
-        ...
-
-    @property
-    def reads_device(self) -> bool:
-        """Whether the test reads numbers from the device before it decides, so that no CUDA graph can hold it."""
-        ...
+    def rate_like(self, metropolis: float) -> float:
+        """The acceptance rate to tune for where a Metropolis test would be tuned for `metropolis`."""
+        return metropolis

@@ -1,18 +1,17 @@
-r"""Examples in a random order, and what they say of the log ratio.
+r"""Estimates the log ratio from examples in random order.
 
     Y = c - lambda sum_i D_i   is the mean over all i of   x_i = c - lambda n D_i,    D_i = l_i(tau) - l_i(theta),
 
-c = log_q_ratio + log prior(tau) - log prior(theta). From b of n examples without replacement
+c = log_q_ratio + log prior(tau) - log prior(theta). From b of n examples, drawn without replacement,
 
     Yhat = mean(x),    s^2 = var(x) / b * (1 - b / n),
 
-unbiased both, with 1 / (b - 1) in the variance. Each chain has an order of its own, from one key that it draws: what it sees
-does not depend on how far other chains look.
+both unbiased (1 / (b - 1) in the variance). Each chain draws one key, which fixes its order of examples: the examples
+of a chain do not depend on how many the others need.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,21 +27,20 @@ from adammcmc.target.randomness import Randomness
 
 __all__ = ["Estimate", "Sample", "check_batch_size", "check_growth", "estimate", "full_data", "look_sizes"]
 
-_CHUNK = 4096
-_ALMOST_ALL = 0.9  # a look at more than this share of the data looks at all of them
+_ALMOST_ALL = 0.9  # a batch larger than this share of the data is extended to all of it
 
 
 class Sample(NamedTuple):
-    """What the examples that were looked at so far say, of each chain that still looks."""
+    """The examples drawn so far, for the chains that are still undecided."""
 
     chains: Tensor
-    """Their numbers, (k,)."""
+    """Indices of these chains, (k,)."""
     x: Tensor
     """x_i of the examples, (k, b), float64."""
     num_data: int
     """n"""
     look: int
-    """The first is 1."""
+    """How often the batch has been inspected, from 1."""
 
     @property
     def size(self) -> int:
@@ -56,7 +54,7 @@ class Sample(NamedTuple):
 
     @property
     def noise(self) -> Tensor:
-        """s, (k,); 0 if these are all data."""
+        """s, (k,); 0 on all data."""
         if self.size == self.num_data:
             return torch.zeros_like(self.log_ratio)
         return self.x.std(1) * math.sqrt((1 - self.size / self.num_data) / self.size)
@@ -64,16 +62,16 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is known of Y at the end; each field has shape (chains,)."""
+    """The final estimate of Y; each field has shape (chains,)."""
 
     log_ratio: Tensor
-    """Yhat; -inf outside of the prior's support, NaN where nothing was looked at."""
+    """Yhat; -inf outside the prior's support, NaN if no example was used."""
     noise: Tensor
-    """s; 0 where all data were looked at."""
+    """s; 0 on all data."""
     num_examples: Tensor
     """b, float64."""
     is_current_finite: Tensor | None
-    """Whether all losses that were looked at were finite at the current point; None if these are the step's own."""
+    """Whether all losses at the current point were finite; None if they are those of the step's own batch."""
 
 
 def estimate(
@@ -83,14 +81,14 @@ def estimate(
     growth: float = 1.0,
     is_enough: Callable[[Sample], Tensor] | None = None,
 ) -> Estimate:
-    """Look at more and more examples, chain by chain, until they are enough or all.
+    """Draw more and more examples, chain by chain, until they are enough or all.
 
     Args:
-        comparison: of the move.
-        generator: gives each chain one key, whatever it looks at.
-        batch_size: examples of the first look.
-        growth: each look has this many times the examples of the last, and at least `batch_size` more.
-        is_enough: says for each chain of a sample whether to stop; None stops at the first look.
+        comparison: the move.
+        generator: draws one key per chain, however many examples it needs.
+        batch_size: size of the first batch.
+        growth: factor by which the batch grows, by `batch_size` at least.
+        is_enough: whether to stop, for each chain of a sample; None stops at the first batch.
     """
     order_of = keys(comparison.num_chains, comparison.device, generator)
     if comparison.potential.fixed:  # this step's batch is all data
@@ -112,7 +110,7 @@ def estimate(
         if size == n:
             difference, is_current_finite = full_data(comparison, chains, ordered[:, : x.shape[1]])
         else:
-            if ordered.shape[1] < size:  # for some looks ahead, so that sorting does not grow with their number
+            if ordered.shape[1] < size:  # several batches ahead, so that the sorting cost does not grow with their number
                 ordered = order(order_of[chains], n, max(size, min(2 * size, int(_ALMOST_ALL * n)) if look > 1 else 0))
             difference, is_current_finite, _ = comparison.differences(ordered[:, x.shape[1] : size], chains)
         x = torch.cat([x, known[chains, None] - scale[chains, None] * difference], 1)
@@ -122,15 +120,15 @@ def estimate(
         is_healthy[chains] &= is_current_finite
         if is_enough is None or size == n:
             break
-        # examples that all say the same tell nothing of those that were not asked
-        is_silent = (x == x[:, :1]).all(1)
-        goes_on = (~is_enough(sample) | is_silent) & is_finite(log_ratio)  # a loss that is not finite will not become so
-        chains, x, ordered = chains[goes_on], x[goes_on], ordered[goes_on]
+        is_constant = (x == x[:, :1]).all(1)  # a variance of zero is no evidence about the other examples
+        # (a non-finite loss stays non-finite: more examples cannot help)
+        is_open = (~is_enough(sample) | is_constant) & is_finite(log_ratio)
+        chains, x, ordered = chains[is_open], x[is_open], ordered[is_open]
     return result
 
 
 def check_batch_size(size: int, smallest: int = 2) -> None:
-    """A standard deviation needs two examples, an approximation by a normal distribution more."""
+    """A standard deviation needs two examples, a normal approximation more."""
     if type(size) is not int or size < smallest:
         raise ValueError(f"`batch_size` must be a whole number, at least {smallest}, got {size!r}.")
 
@@ -142,18 +140,18 @@ def check_growth(growth: float) -> None:
 
 
 def full_data(comparison: Comparison, chains: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """D_i of all examples but those that were seen, (chains, n - seen), and whether all l_i(theta) are finite, in chunks."""
+    """D_i of all examples not yet seen, (chains, n - seen), and whether all l_i(theta) are finite."""
     n = comparison.num_examples
-    pieces: list[slice] | list[Tensor] = [slice(i, min(i + _CHUNK, n)) for i in range(0, n, _CHUNK)]
+    indices: slice | Tensor = slice(0, n)
     if seen is not None and seen.shape[1] > 0:
         is_new = torch.ones(len(chains), n, dtype=torch.bool, device=seen.device).scatter_(1, seen, False)
-        pieces = list(torch.split(is_new.nonzero()[:, 1].view(len(chains), -1), _CHUNK, 1))
-    parts = [comparison.differences(piece, chains) for piece in pieces]
-    return torch.cat([part[0] for part in parts], 1), functools.reduce(torch.logical_and, [part[1] for part in parts])
+        indices = is_new.nonzero()[:, 1].view(len(chains), -1)
+    values, is_current_finite, _ = comparison.differences(indices, chains)
+    return values, is_current_finite
 
 
 def look_sizes(first: int, growth: float, n: int) -> Iterator[int]:
-    """Examples of the first look, of the first two together, and so on up to n.
+    """The sizes of the growing batch, up to n.
 
     Example:
         >>> list(look_sizes(100, 1.5, 1000))

@@ -2,7 +2,7 @@ r"""Counter-based random numbers on the GPU (Triton): each is a function of a ke
 
     normal: sqrt(-2 log u) cos(2 pi v), sqrt(-2 log u) sin(2 pi v) (Box-Muller), u, v uniform from 32 bits each (float64: 52)
 
-Whoever is asked first, and how the kernels are launched, has no influence on them.
+The order of calls and the launch configuration have no influence on them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def wide_uniform(low, high):
 
 
 @triton.jit
-def _fill(out, keys, draw_at, size, IS_NORMAL: tl.constexpr, IS_WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _fill(out, keys, draw_at, size, base, IS_NORMAL: tl.constexpr, IS_WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Row c of `out`, (chains, size), with numbers of key c. Wide numbers (float64) take a call of Philox each."""
     chain = tl.program_id(1)
     key = tl.load(keys + chain)
@@ -52,7 +52,7 @@ def _fill(out, keys, draw_at, size, IS_NORMAL: tl.constexpr, IS_WIDE: tl.constex
     start = tl.program_id(0).to(tl.int64) * BLOCK
     e = start + tl.arange(0, BLOCK)
     if IS_WIDE:
-        index = e.to(tl.uint32)
+        index = (4 * base + e).to(tl.uint32)
         zero = index * 0
         a, b, c, d = tl.philox(key, index, zero, zero + 1, zero + draw)
         values = wide_uniform(a, b)
@@ -60,7 +60,7 @@ def _fill(out, keys, draw_at, size, IS_NORMAL: tl.constexpr, IS_WIDE: tl.constex
             values = tl.sqrt(-2.0 * tl.log(values)) * tl.cos(6.283185307179586 * (wide_uniform(c, d) - 0.5))
         tl.store(row + e, values, mask=e < size)
     else:
-        index = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+        index = (base + start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
         if IS_NORMAL:
             n0, n1, n2, n3 = normals(key, index, draw)
         else:
@@ -72,19 +72,22 @@ def _fill(out, keys, draw_at, size, IS_NORMAL: tl.constexpr, IS_WIDE: tl.constex
         tl.store(row + e, tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3)), mask=e < size)
 
 
-def fill_normal(out: Tensor, keys: Tensor, draw: Tensor) -> None:
-    """N(0, 1) numbers into `out`, (chains, ...), float32 or float64. `keys`: (chains,), `draw`: (1,), both int64."""
-    _launch(out, keys, draw, True)
+def fill_normal(out: Tensor, keys: Tensor, draw: Tensor, base: int = 0) -> None:
+    """N(0, 1) numbers into `out`, (chains, ...), float32 or float64. `keys`: (chains,), `draw`: (1,), both int64.
+
+    `base`: how many groups of four weights precede these.
+    """
+    _launch(out, keys, draw, base, True)
 
 
 def fill_uniform(out: Tensor, keys: Tensor, draw: Tensor) -> None:
     """Uniform numbers in [0, 1), likewise."""
-    _launch(out, keys, draw, False)
+    _launch(out, keys, draw, 0, False)
 
 
-def _launch(out: Tensor, keys: Tensor, draw: Tensor, is_normal: bool) -> None:
+def _launch(out: Tensor, keys: Tensor, draw: Tensor, base: int, is_normal: bool) -> None:
     size = out[0].numel()
     is_wide = out.dtype == torch.float64
     # Triton launches on the current device, which need not be that of the numbers
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
-        _fill[(-(-size // _BLOCK), len(out))](out, keys, draw, size, IS_NORMAL=is_normal, IS_WIDE=is_wide, BLOCK=_BLOCK)
+        _fill[(-(-size // _BLOCK), len(out))](out, keys, draw, size, base, IS_NORMAL=is_normal, IS_WIDE=is_wide, BLOCK=_BLOCK)

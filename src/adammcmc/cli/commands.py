@@ -277,51 +277,6 @@ def cite() -> None:
     say(bibtex())
 
 
-@app.command()
-def replicate(
-    figures: Annotated[
-        list[str],
-        typer.Argument(
-            help="headline, fig1, fig2a, fig2b, fig3, epochs, fig4, ood, lambda, theorems; or all.",
-            show_default=False,
-            metavar="FIGURE",
-        ),
-    ],
-    preset: Annotated[
-        str, typer.Option(help="smoke (a minute), small (an hour on a CPU), h200 (a GPU), paper (its sizes).")
-    ] = "smoke",
-    jets: Annotated[
-        Path | None,
-        typer.Option(help="A folder with `train` and `others`; the bundled jets if not given.", show_default=False),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="A folder; replication/results/PRESET if not given.", show_default=False),
-    ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that share the trials.")] = 1,
-) -> None:
-    """The paper's figures again: as released, as printed, and exact.
-
-    Each figure is made of trials, which are kept one by one: a command that was stopped goes on, and figures share them.
-    Writes FIGURE.json, FIGURE.png and FIGURE.md. What was found is in docs/replication.md.
-    """
-    folder = output or Path("replication") / "results" / preset
-    try:
-        from replication.results import FIGURES, figure_module, replicate
-        from replication.settings import preset as preset_of
-
-        chosen = preset_of(preset)
-        names = list(FIGURES) if "all" in figures else figures
-        for name in names:
-            figure_module(name)
-        for name in names:
-            document = replicate(name, chosen, folder, jets=jets, workers=workers)
-            say(f"{document['title']}: {folder / name}.png ({document['command_seconds']:.0f} s)")
-    except KeyboardInterrupt:
-        say(f"stopped; {folder} keeps the trials that were done. The same command goes on with the others.", err=True)
-        raise typer.Exit(130) from None
-
-
 app.add_typer(jets_app, name="jets")
 
 

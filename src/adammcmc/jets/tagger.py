@@ -30,11 +30,11 @@ from adammcmc.posterior.predictive import Prediction
 from adammcmc.posterior.store.encoding import read_state, write_state
 from adammcmc.runs.factory import Factory
 from adammcmc.runs.plan import Plan
+from adammcmc.samplers.adam import AdamMCMC, AsReleased
 from adammcmc.samplers.exact import Underdamped
-from adammcmc.samplers.optimizer import AdamMCMC, AsReleased
 from adammcmc.samplers.progress import Bar, show_bar
 from adammcmc.target.data import to_device
-from adammcmc.target.target import Gaussian
+from adammcmc.target.priors import Gaussian
 
 __all__ = ["NETWORKS", "Sampling", "Tagger", "Training", "best_device"]
 

@@ -1,6 +1,7 @@
-"""The named kernels. Each docstring says: the equation, what is sampled, exact or not, and what a step costs.
+"""The named kernels. Each docstring gives the equation, the sampled distribution, whether it is exact, and the cost.
 
-U is the potential of the target, V = U / (lambda n) what is differentiated (`adammcmc.target`); for a density U = V = -log p.
+U is the potential of the target, V = U / (lambda n) the function whose gradient is taken (`adammcmc.target`); for a
+density U = V = -log p.
 """
 
 from adammcmc.kernels.adam import AdamMCMCKernel, adam_mcmc, as_released, optimizer_mcmc

@@ -1,13 +1,13 @@
-"""What the kernels ask of their arguments.
+"""Checks of the kernels' arguments.
 
-A setting is a number, or a tensor (chains,) with one for each chain; a list has one of these for each leaf.
+A setting is a number, or a tensor (chains,) with one number per chain; a list holds one of these per leaf.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "checked",
     "checked_one",
     "placed",
+    "settings_by_leaf",
     "settings_by_name",
     "times",
 ]
@@ -34,24 +35,28 @@ __all__ = [
 _K = TypeVar("_K")
 
 
+def _each(change: Callable[[Setting], Setting], value: Settings) -> Settings:
+    return [change(v) for v in value] if isinstance(value, list) else change(value)
+
+
 def times(value: Settings, factor: float) -> Settings:
     """A setting, or each of a list, multiplied."""
-    return [v * factor for v in value] if isinstance(value, list) else value * factor
+    return _each(lambda v: v * factor, value)
 
 
 def checked(name: str, values: Settings) -> Settings:
-    """A setting, or a list of them: not negative, finite; what is given for each chain in float64."""
-    return [checked_one(name, value) for value in values] if isinstance(values, list) else checked_one(name, values)
+    """`checked_one` of a setting, or of each of a list."""
+    return _each(lambda value: checked_one(name, value), values)
 
 
 def checked_one(name: str, value: Setting) -> Setting:
-    """A setting: not negative, finite; what is given for each chain in float64."""
+    """A setting, if it is finite and not negative; per-chain values in float64."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         check_not_negative(name, value)  # type: ignore[arg-type]
         return value
     if value.dim() > 1 or value.numel() == 0:
         raise ValueError(
-            f"`{name}` must be a number, or a tensor with one number for each chain, (chains,), got shape {tuple(value.shape)}."
+            f"`{name}` must be a number, or a tensor with one number per chain, (chains,), got shape {tuple(value.shape)}."
         )
     check_not_negative(name, value.tolist())
     return value.detach().double()
@@ -72,7 +77,7 @@ def check_betas(betas: PerLeaf[tuple[float, float]]) -> None:
 
 
 def check_noise(sigma: Settings, acceptance: AcceptanceTest) -> None:
-    """sigma = 0 has no density to test."""
+    """A proposal with sigma = 0 has no density to test."""
     sigmas = sigma if isinstance(sigma, list) else [sigma]
     if acceptance.needs_noise and not all(bool((s > 0).all()) if isinstance(s, Tensor) else s > 0 for s in sigmas):
         raise ValueError(
@@ -96,67 +101,55 @@ def check_preconditioner(params: Any, diagonal: Leaves | None, structure: Any) -
         raise ValueError("`preconditioner` must be positive and finite everywhere.")
 
 
-# --- settings that differ between chains ----------------------------------------------------------------------------------
+# --- settings that differ between chains ------------------------------------------------------------------------------
 
 SETTINGS = ("lr", "sigma", "sigma_along", "step_size")
-"""What may have one value for each chain, by the names of the kernels' fields."""
+"""The kernels' fields that may have one value per chain."""
+
+
+def settings_by_leaf(kernel: Any) -> Iterator[tuple[str, list[Setting]]]:
+    """The settings of a kernel and of its parts, by name: one value per leaf, or one for all."""
+    for field in dataclasses.fields(kernel):
+        value = getattr(kernel, field.name)
+        if _is_part(value):
+            yield from settings_by_leaf(value)
+        elif field.name in SETTINGS:
+            yield field.name, value if isinstance(value, list) else [value]
 
 
 def chain_settings(kernel: Any) -> Iterator[tuple[str, Tensor]]:
-    """The settings of a kernel that have one value for each chain, by name (and leaf by leaf)."""
-    for field in dataclasses.fields(kernel):
-        value = getattr(kernel, field.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from chain_settings(value)
-        elif field.name in SETTINGS:
-            yield from (
-                (field.name, v)
-                for v in (value if isinstance(value, list) else [value])
-                if isinstance(v, Tensor) and v.dim() == 1
-            )
+    """The settings with one value per chain, by name (and leaf by leaf)."""
+    for name, values in settings_by_leaf(kernel):
+        yield from ((name, v) for v in values if isinstance(v, Tensor) and v.dim() == 1)
 
 
 def settings_by_name(kernel: Any) -> dict[str, Setting]:
-    """The settings of a kernel (of its first leaf), by name."""
-    found: dict[str, Setting] = {}
-    for field in dataclasses.fields(kernel):
-        value = getattr(kernel, field.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            found |= settings_by_name(value)
-        elif field.name in SETTINGS:
-            found[field.name] = value[0] if isinstance(value, list) else value
-    return found
+    """The settings of a kernel's first leaf, by name."""
+    return {name: values[0] for name, values in settings_by_leaf(kernel)}
 
 
 def check_chains(kernel: Any, params: Any) -> None:
-    """A setting with one value for each chain must have as many as there are chains, where they are."""
+    """A setting with one value per chain must have as many values as there are chains, on their device."""
     leaf = flatten(params)[0][0]
     for name, value in chain_settings(kernel):
         if value.shape != leaf.shape[:1]:
             raise ValueError(
-                f"`{name}` has {len(value)} values, and there are {leaf.shape[0]} chains: give one number, or one for each."
+                f"`{name}` has {len(value)} values, and there are {leaf.shape[0]} chains: give one number, or one each."
             )
         if value.device != leaf.device:
-            raise ValueError(f"`{name}` lies on {value.device}, the chains on {leaf.device}: put it there.")
+            raise ValueError(f"`{name}` is on {value.device}, but the chains are on {leaf.device}: move it there.")
 
 
 def placed(kernel: _K, device: torch.device) -> _K:
-    """The same kernel with the settings of its chains on this device."""
-    if (
-        not dataclasses.is_dataclass(kernel)
-        or isinstance(kernel, type)
-        or all(v.device == device for _, v in chain_settings(kernel))
-    ):
+    """The same kernel with its per-chain settings on this device."""
+    if not _is_part(kernel) or all(v.device == device for _, v in chain_settings(kernel)):
         return kernel
-    changes: dict[str, Any] = {}
-    for field in dataclasses.fields(kernel):
-        value = getattr(kernel, field.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            changes[field.name] = placed(value, device)
-        elif field.name in SETTINGS:
-            changes[field.name] = [_to(v, device) for v in value] if isinstance(value, list) else _to(value, device)
-    return dataclasses.replace(kernel, **changes)
+    fields = {field.name: getattr(kernel, field.name) for field in dataclasses.fields(kernel)}  # type: ignore[arg-type]
+    changes: dict[str, Any] = {name: placed(value, device) for name, value in fields.items() if _is_part(value)}
+    for name in fields.keys() & set(SETTINGS):
+        changes[name] = _each(lambda v: v.to(device) if isinstance(v, Tensor) else v, fields[name])
+    return dataclasses.replace(kernel, **changes)  # type: ignore[type-var]
 
 
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
+def _is_part(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

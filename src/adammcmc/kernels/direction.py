@@ -1,4 +1,4 @@
-"""Which way to go: from a gradient (and what is remembered of earlier ones) to the step u, to be subtracted."""
+"""Directions: from a gradient (and the memory of earlier ones) to the update u, which is subtracted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Adam", "AdamMemory", "Direction", "Gradient", "OptimizerStep"]
 
 
 class Direction(Protocol):
-    """`memory` is what must be kept between steps; it is kept whether or not the proposal is accepted."""
+    """A rule for the update u. `memory` is carried between steps, whether or not the proposal is accepted."""
 
     def init(self, params: Leaves) -> Any:
         """The memory before the first step."""
@@ -36,8 +36,8 @@ class AdamMemory(NamedTuple):
 
     exp_avg: Leaves
     exp_avg_sq: Leaves
-    step: tuple[Any, ...]
-    """One count for each leaf, as in torch.optim.Adam: whole numbers, or in a CUDA graph 0-d tensors on the device."""
+    step: tuple[int, ...]
+    """One count per leaf, as in torch.optim.Adam."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,20 @@ class Adam:
         first, second = (tuple(torch.zeros_like(p) for p in params) for _ in range(2))
         return AdamMemory(first, second, (0,) * len(params))
 
-    def __call__(self, grad: Leaves, memory: AdamMemory, params: Leaves) -> tuple[Leaves, AdamMemory]:
+    def __call__(
+        self, grad: Leaves, memory: AdamMemory, params: Leaves, out: Leaves | None = None
+    ) -> tuple[Leaves, AdamMemory]:
+        """`out`: memory for u; the moments are then overwritten as well."""
         n = len(params)
         options = zip(spread_settings(self.lr, n), spread(self.betas, n), spread(self.eps, n), strict=True)
         updates, exp_avgs, exp_avg_sqs = [], [], []
-        step: tuple[Any, ...] = tuple(k + 1 for k in memory.step)  # numbers, or on the device for a CUDA graph
-        for g, m1, m2, k, (lr, (beta1, beta2), eps) in zip(grad, memory.exp_avg, memory.exp_avg_sq, step, options, strict=True):
-            exp_avg = torch.lerp(m1, g, 1 - beta1)
-            exp_avg_sq = (m2 * beta2).addcmul_(g, g, value=1 - beta2)
+        step = tuple(k + 1 for k in memory.step)
+        columns = zip(grad, memory.exp_avg, memory.exp_avg_sq, step, options, out or [None] * n, strict=True)
+        for g, m1, m2, k, (lr, (beta1, beta2), eps), into in columns:
+            exp_avg = torch.lerp(m1, g, 1 - beta1, out=None if into is None else m1)
+            exp_avg_sq = torch.mul(m2, beta2, out=None if into is None else m2).addcmul_(g, g, value=1 - beta2)
             root = (1 - beta2**k) ** 0.5  # of the bias correction, moved out of the fraction to save a pass
-            denominator = widen(exp_avg_sq).sqrt().add_(eps * root)
+            denominator = torch.sqrt(widen(exp_avg_sq), out=into).add_(eps * root)
             rate = by_chain(lr * root / (1 - beta1**k), denominator)
             updates.append(torch.div(widen(exp_avg), denominator, out=denominator).mul_(rate))
             exp_avgs.append(exp_avg)
@@ -73,7 +77,7 @@ class Adam:
         return tuple(updates), AdamMemory(tuple(exp_avgs), tuple(exp_avg_sqs), step)
 
     def keep(self, mask: Tensor, new: AdamMemory, old: AdamMemory) -> AdamMemory:
-        # the count goes on for all chains: bias correction is long over when a chain freezes, and it has no chain axis
+        # the count has no chain axis, so it advances for all: bias correction is long over when a chain freezes
         if mask.device.type == "cpu" and not bool(mask.any()):
             return old
         kept = select(mask, new.exp_avg + new.exp_avg_sq, old.exp_avg + old.exp_avg_sq)
@@ -105,9 +109,9 @@ class Gradient:
 class OptimizerStep:
     """The step of any `torch.optim` optimizer: u = theta - (theta after its step).
 
-    `make(params)` builds the optimizer on a list with one parameter for each chain and leaf (chain by chain). Its state is
-    the memory, copied at each step so that the kernel stays a pure function: one pass more over the optimizer's state.
-    An optimizer that looks at the weights themselves (weight decay) makes u depend on theta, which Algorithm 1 ignores.
+    `make(params)` builds the optimizer on a list with one parameter per chain and leaf (chain by chain). Its state is
+    the memory, copied at each step so that the kernel stays a pure function: one more pass over the optimizer's state.
+    An optimizer that uses the weights themselves (weight decay) makes u depend on theta, which Algorithm 1 ignores.
     """
 
     make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -129,5 +133,5 @@ class OptimizerStep:
         return updates, {i: dict(optimizer.state[p]) for i, p in enumerate(scratch) if optimizer.state[p]}
 
     def keep(self, mask: Tensor, new: Any, old: Any) -> Any:
-        # an optimizer's state is one object for all chains: it is kept as it was only if no chain is healthy
+        # the optimizer's state is one object for all chains: the old one is kept only if no chain is healthy
         return new if bool(mask.any()) else old

@@ -1,4 +1,4 @@
-"""The chain of Theorem 1: AdamMCMC with noisy momenta and the correction C, exact."""
+"""The exact chain of Theorem 1: AdamMCMC with noisy momenta and the correction C."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adammcmc.acceptance import AcceptanceTest, Minibatch
 from adammcmc.kernels.arguments import check_betas, check_chains, check_noise, check_not_negative, checked, checked_one, times
-from adammcmc.kernels.kernel import ChainState, Info, Once, settle, start
+from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, settle, start
 from adammcmc.kernels.proposal import Prolate
 from adammcmc.target.leaves import (
     Leaves,
@@ -27,8 +27,8 @@ from adammcmc.target.leaves import (
     standard_normal,
     widen,
 )
+from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
-from adammcmc.target.target import Evaluation, Potential
 
 __all__ = ["ExactAdamMCMCKernel", "NoisyMoments", "exact_adam_mcmc"]
 
@@ -41,7 +41,7 @@ class NoisyMoments(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExactAdamMCMCKernel:
+class ExactAdamMCMCKernel(Kernel):
     """Metropolis on theta with the momenta as part of the state. See `exact_adam_mcmc`."""
 
     lr: Settings
@@ -59,8 +59,8 @@ class ExactAdamMCMCKernel:
     def init(self, params: Any, potential: Potential) -> ChainState:
         if not potential.fixed:
             raise ValueError(
-                "the exact chain needs fixed_data=True: the gradient of all data is part of its target, and on a minibatch it "
-                "would be another one at each step. For minibatches take `underdamped` or `mala` with FullData()."
+                "the exact chain needs fixed_data=True: the gradient of all data is part of its target, which would "
+                "change at each step with minibatches. For minibatches use `underdamped` or `mala` with FullData()."
             )
         check_chains(self, params)
         return start(params, potential)
@@ -111,7 +111,7 @@ class ExactAdamMCMCKernel:
         )
 
     def _update(self, moments: NoisyMoments) -> Leaves:
-        """u = lr m1 / sqrt(|m2| + floor): a function of the momenta alone, as Theorem 1 asks."""
+        """u = lr m1 / sqrt(|m2| + floor): a function of the momenta alone, as Theorem 1 requires."""
         rates = spread_settings(self.lr, len(moments.exp_avg))
         pairs = zip(moments.exp_avg, moments.exp_avg_sq, rates, strict=True)
         return tuple(by_chain(lr, widen(m1)) * widen(m1) / (widen(m2).abs() + self.floor).sqrt() for m1, m2, lr in pairs)
@@ -135,8 +135,12 @@ class ExactAdamMCMCKernel:
         kept = select(mask, new.exp_avg + new.exp_avg_sq, old.exp_avg + old.exp_avg_sq)
         return NoisyMoments(kept[: len(new.exp_avg)], kept[len(new.exp_avg) :])
 
+    def restored(self, fields: tuple[Any, ...]) -> NoisyMoments:
+        """The memory from its fields, as a checkpoint has them."""
+        return NoisyMoments(*(tuple(leaves) for leaves in fields))
+
     def scaled(self, factor: float) -> ExactAdamMCMCKernel:
-        """The same kernel with its noise `factor` times as large."""
+        """The same kernel with `factor` times the noise."""
         return replace(self, proposal=replace(self.proposal, sigma=times(self.proposal.sigma, factor)))
 
     def with_sigma_along(self, sigma_along: Setting) -> ExactAdamMCMCKernel:
@@ -169,20 +173,20 @@ def exact_adam_mcmc(
         accept with min(1, exp(Y)),  Y = U(theta) - U(tau) + log_q_ratio + log C
         log C = sum_l [ |m_l - g(theta)^l|^2 - |m_l - g(tau)^l|^2 ] / (2 s_l^2)
 
-    Target: p ~ exp(-U) for theta, **exactly**, and m_l | theta ~ N(g^l, s_l^2). There is no bias correction: the momenta start
-    at rest (Theorem 2). It needs the gradient of all data. Its efficiency is that of a random walk: `underdamped` is the exact
-    kernel to take; this one is the paper's theory, running.
+    Target: p ~ exp(-U) for theta, **exactly**, and m_l | theta ~ N(g^l, s_l^2). There is no bias correction: the
+    momenta start in equilibrium (Theorem 2). It needs the full-data gradient. It is as efficient as a random walk: this
+    kernel demonstrates the paper's theory; for exact sampling use `underdamped`.
 
-    Cost: one forward and backward, at tau.
+    Cost: one forward and backward pass, at tau.
 
     Args:
         lr: Adam's learning rate.
         betas: Adam's decay rates.
-        sigma: as in `adam_mcmc`.
-        sigma_along: as in `adam_mcmc`.
-        momentum_spread: (s1, s2), rho_l / sqrt(1 - beta_l^2) in the paper's letters: the standard deviation of the momenta
-            around the gradient and its square. About 1.5 times |D_l| is good; `momentum_spread` measures it.
-        floor: keeps u finite where m2 crosses zero; None is s2. (With a tiny one u has heavy tails, and nothing is accepted.)
+        sigma: as in `adam_mcmc`, and so is `sigma_along`.
+        momentum_spread: (s1, s2), rho_l / sqrt(1 - beta_l^2) in the paper's notation: the standard deviation of the
+            momenta around the gradient and its square. About 1.5 times |D_l| works well; `momentum_spread` measures it.
+        floor: keeps u finite where m2 crosses zero; None is s2. (With a tiny floor u has heavy tails, and nothing is
+            accepted.)
         acceptance: the test; `Minibatch()` by default, which is exact here.
     """
     check_betas(betas)

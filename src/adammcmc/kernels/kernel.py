@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from adammcmc.acceptance import AcceptanceTest, Comparison
 from adammcmc.kernels.proposal import Move
 from adammcmc.target.leaves import Leaves, flatten, is_finite, select, unflatten
+from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
-from adammcmc.target.target import Evaluation, Potential
 
 __all__ = ["ChainState", "Info", "Kernel"]
 
@@ -31,7 +31,7 @@ class ChainState(NamedTuple):
     """The target at `params`; None where each step brings its own batch."""
     carry: Any
     """What the acceptance test remembers."""
-    step: int
+    step: Any
     """Transitions taken."""
     frozen_at: Tensor
     """(chains,): the step at which the chain met a non-finite loss or gradient and stopped moving; -1 while healthy."""
@@ -64,12 +64,23 @@ class Info(NamedTuple):
 
 
 class Kernel(Protocol):
-    """A Markov kernel. `step` reads nothing but its arguments and changes none of them (except the generator)."""
+    """A Markov kernel. `step` reads nothing but its arguments and changes none of them (except the generator).
 
-    @property
-    def acceptance(self) -> AcceptanceTest:
-        """The test."""
-        ...
+    A kernel with a backend may keep its state in memory of the backend, which `step` overwrites.
+    """
+
+    name: str
+    acceptance: AcceptanceTest
+    """The test."""
+    backend: Any = None
+    """A faster way to compute the proposal (`kernels.backend`); None: as the kernel is written."""
+    num_evaluations: int = 2
+    """Of the loss in a step, at most."""
+    needs_examples: bool = False
+    """Whether the kernel itself chooses examples of the data."""
+    is_capturable: bool = True
+    """Whether a CUDA graph can hold a step without a backend."""
+    why_not_capturable: str = ""
 
     def init(self, params: Any, potential: Potential) -> ChainState:
         """The state of chains that start at `params`."""
@@ -78,6 +89,22 @@ class Kernel(Protocol):
     def step(self, state: ChainState, potential: Potential, generator: Randomness) -> tuple[ChainState, Info]:
         """One transition of every chain."""
         ...
+
+    def restored(self, fields: tuple[Any, ...]) -> Any:
+        """The memory from its fields, as a checkpoint has them."""
+        ...
+
+    def first_memory(self, params: Leaves) -> Any:
+        """The memory before the first step, for leaves (chains, ...); None if the first step makes it."""
+        return None
+
+    def joined(self, memories: Sequence[Any]) -> Any:
+        """The memories of several chains as one; None to start afresh."""
+        return None
+
+    def counted(self, memory: Any) -> Any:
+        """The memory after a step was replayed on the device: with what is counted on the host advanced."""
+        return memory
 
     def approximation(self, *, fixed_data: bool) -> list[str]:
         """Why the kernel does not leave the target invariant, in a few words each; empty if it is exact."""
@@ -95,6 +122,13 @@ class Once(Generic[_T]):
         if self.value is None:
             self.value = self.compute()
         return self.value
+
+
+def with_prior(
+    here: Evaluation, there: Once[Evaluation], log_prior: tuple[Tensor, Tensor]
+) -> tuple[Evaluation, Once[Evaluation]]:
+    """Both evaluations with the log prior that a backend has summed on its way."""
+    return here._replace(log_prior=log_prior[0]), Once(lambda: there()._replace(log_prior=log_prior[1]))
 
 
 def start(params: Any, potential: Potential, remember: Callable[[Leaves], Any] = lambda leaves: None) -> ChainState:
@@ -133,44 +167,70 @@ def settle(
 ) -> tuple[ChainState, Info]:
     """The second half of every Metropolis step: test the move, then keep `move.proposed` or stay.
 
-    `memory` is what the next step shall remember, `keep` what remains of it in a chain that is frozen.
-
-    `there` and `log_q_ratio` are evaluated only if the test (or the cache, for fixed data) asks for them. A chain whose
+    `there` and `log_q_ratio` are evaluated only if the test, or the cache of fixed data, requires them. A chain whose
     current loss or update is not finite is frozen: parameters, memory and cache stay as they are from then on.
+
+    Args:
+        memory: what the next step shall remember.
+        keep: `keep(mask, new, old)`, the memory of each chain: the new one in the mask, the old one outside.
+        log_uniform: of the number that decides, where the kernel brings its own.
     """
     leaves, structure = flatten(state.params)
-    was_free = state.frozen_at < 0
-    healthy = is_finite(functools.reduce(torch.add, move.squares, _level(here))) & was_free
-    comparison = Comparison(potential, leaves, move.proposed, here, there, log_q_ratio, healthy, log_uniform)
+    frozen_at = state.frozen_at
+    try:
+        fast = None
+        if move.in_place is not None:
+            fast = move.in_place.decide(acceptance, potential, here, there, log_q_ratio, move, state)
+        if fast is not None:  # the same numbers in one launch; frozen chains were not touched
+            info, carry = fast, None
+        else:
+            info, carry, healthy = _decide(state, potential, generator, acceptance, here, move, there, log_q_ratio, log_uniform)
+            if healthy.device.type != "cpu" or not bool(healthy.all()):  # reading is free on the CPU, and saves work
+                memory = memory if move.in_place is not None else keep(healthy, memory, state.memory)
+                frozen_at = torch.where((state.frozen_at < 0) & ~healthy, state.step, state.frozen_at)
+        new = there.value if potential.fixed else None
+    except BaseException:
+        if move.in_place is not None:
+            move.in_place.undo()
+        raise
+    cache = here if potential.fixed else None
+    if move.in_place is not None:
+        grad = move.in_place.keep(info.is_accepted, None if new is None else new.grad, here.grad)
+        params = leaves
+    else:
+        grad = None if new is None or new.grad is None or here.grad is None else select(info.is_accepted, new.grad, here.grad)
+        params = select(info.is_accepted, move.proposed, leaves)
+    if new is not None:
+        losses, log_prior = select(info.is_accepted, (new.losses, new.log_prior), (here.losses, here.log_prior))
+        cache = Evaluation(losses, log_prior, grad)
+    return ChainState(unflatten(params, structure), memory, cache, carry, state.step + 1, frozen_at), info
+
+
+def _decide(
+    state: ChainState,
+    potential: Potential,
+    generator: Randomness,
+    acceptance: AcceptanceTest,
+    here: Evaluation,
+    move: Move,
+    there: Once[Evaluation],
+    log_q_ratio: Once[Tensor],
+    log_uniform: Tensor | None,
+) -> tuple[Info, Any, Tensor]:
+    """The test and all that is reported of it; what the test remembers; and whether each chain is healthy."""
+    current = flatten(state.params)[0] if move.in_place is None else move.in_place.current
+    healthy = is_finite(functools.reduce(torch.add, move.squares, _level(here))) & (state.frozen_at < 0)
+    comparison = Comparison(potential, current, move.proposed, here, there, log_q_ratio, healthy, log_uniform)
     verdict, carry = acceptance(comparison, state.carry, generator)
     if verdict.is_current_finite is not None:
         healthy = healthy & verdict.is_current_finite
     is_accepted, is_known_finite = verdict.is_accepted & healthy, verdict.is_finite
-    cache = here if potential.fixed else None
     if potential.fixed and (there.value is not None or is_accepted.device.type != "cpu" or bool(is_accepted.any())):
-        new = there()
-        is_known_finite = is_known_finite & is_finite(_level(new))
-        is_accepted = is_accepted & is_known_finite  # a test that never looks must not leave the support
-        assert new.grad is not None
-        assert here.grad is not None
-        grad = select(is_accepted, new.grad, here.grad)
-        losses, log_prior = select(is_accepted, (new.losses, new.log_prior), (here.losses, here.log_prior))
-        cache = Evaluation(losses, log_prior, grad)
-    frozen_at = state.frozen_at
-    if healthy.device.type != "cpu" or not bool(healthy.all()):  # looking is free on the CPU, and saves work
-        memory = keep(healthy, memory, state.memory)
-        frozen_at = torch.where(was_free & ~healthy, state.step, state.frozen_at)
-    new_state = ChainState(
-        params=unflatten(select(is_accepted, move.proposed, leaves), structure),
-        memory=memory,
-        here=cache,
-        carry=carry,
-        step=state.step + 1,
-        frozen_at=frozen_at,
-    )
+        is_known_finite = is_known_finite & is_finite(_level(there()))
+        is_accepted = is_accepted & is_known_finite  # without a test, too, a chain must not leave the support
     info = Info(
-        loss=_mean_loss(here),
-        proposed_loss=_unknown(healthy) if there.value is None else _mean_loss(there.value),
+        loss=mean_loss(here),
+        proposed_loss=_unknown(healthy) if there.value is None else mean_loss(there.value),
         log_q_ratio=_unknown(healthy) if log_q_ratio.value is None else log_q_ratio.value,
         log_ratio=verdict.log_ratio,
         acceptance_rate=verdict.acceptance_rate * (healthy & is_known_finite),
@@ -181,22 +241,22 @@ def settle(
         step_to_noise=_unknown(healthy) if move.step_to_noise is None else move.step_to_noise,
         log_ratio_noise=_unknown(healthy) if verdict.log_ratio_noise is None else verdict.log_ratio_noise,
     )
-    return new_state, info
+    return info, carry, healthy
 
 
 def _potential(potential: Potential, here: Evaluation) -> Tensor:
-    return potential.scale * _mean_loss(here).double() - here.log_prior
+    return potential.scale * mean_loss(here).double() - here.log_prior
 
 
 def _unknown(like: Tensor) -> Tensor:
     return torch.full_like(like, torch.nan, dtype=torch.float64)
 
 
-def _mean_loss(evaluation: Evaluation) -> Tensor:
+def mean_loss(evaluation: Evaluation) -> Tensor:
     losses = evaluation.losses
     return losses if losses.dim() == 1 else losses.mean(1)
 
 
 def _level(evaluation: Evaluation) -> Tensor:
     """A number that is finite if and only if the loss and the log prior are."""
-    return _mean_loss(evaluation) + evaluation.log_prior
+    return mean_loss(evaluation) + evaluation.log_prior

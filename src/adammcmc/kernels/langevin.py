@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
 from adammcmc.acceptance import AcceptanceTest, Minibatch
 from adammcmc.kernels.arguments import check_chains, check_noise, check_preconditioner, checked, checked_one, times
 from adammcmc.kernels.direction import Gradient
-from adammcmc.kernels.kernel import ChainState, Info, Once, settle, start
+from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, settle, start
 from adammcmc.kernels.proposal import Langevin
 from adammcmc.target.leaves import Leaves, Setting, Settings, flatten, spread_settings
+from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
-from adammcmc.target.target import Potential
 
 __all__ = ["MALAKernel", "mala"]
 
+_K = TypeVar("_K", bound="MALAKernel")
+
 
 @dataclass(frozen=True)
-class MALAKernel:
-    """A Langevin step with its own update on either side. See `mala`."""
+class MALAKernel(Kernel):
+    """A Langevin step whose reverse has an update of its own. See `mala`."""
 
     step_size: Settings
     proposal: Langevin
@@ -35,20 +37,22 @@ class MALAKernel:
     def __post_init__(self) -> None:
         check_noise(self.proposal.sigma, self.acceptance)
 
-    def _direction(self, potential: Potential, num_leaves: int) -> Gradient:
-        """h * grad U = h * scale * grad V"""
-        rates = [h * potential.scale for h in spread_settings(self.step_size, num_leaves)]
-        return Gradient(rates, self.proposal.preconditioner)
-
     def init(self, params: Any, potential: Potential) -> ChainState:
         check_chains(self, params)
         check_preconditioner(params, self.proposal.preconditioner, self.structure)
         return start(params, potential)
 
     def step(self, state: ChainState, potential: Potential, generator: Randomness) -> tuple[ChainState, Info]:
+        here = state.here or potential.evaluate(flatten(state.params)[0], with_grad=True)
+        return self._step_from(here, state, potential, generator)
+
+    def _step_from(
+        self, here: Evaluation, state: ChainState, potential: Potential, generator: Randomness
+    ) -> tuple[ChainState, Info]:
+        """One step from the evaluation `here`; `potential` evaluates the proposed point."""
         params, _ = flatten(state.params)
-        direction = self._direction(potential, len(params))
-        here = state.here or potential.evaluate(params, with_grad=True)
+        rates = [h * potential.scale for h in spread_settings(self.step_size, len(params))]  # h grad U = h scale grad V
+        direction = Gradient(rates, self.proposal.preconditioner)
         assert here.grad is not None
         update, _ = direction(here.grad, None, params)
         move = self.proposal.propose(params, update, generator)
@@ -70,12 +74,15 @@ class MALAKernel:
             log_q_ratio=Once(log_q_ratio),
         )
 
-    def scaled(self, factor: float) -> MALAKernel:
-        """The same kernel with its noise `factor` times as large, and the step to match."""
+    def restored(self, fields: tuple[Any, ...]) -> Any:
+        return None
+
+    def scaled(self: _K, factor: float) -> _K:
+        """The same kernel with `factor` times the noise, and the step size to match."""
         proposal = replace(self.proposal, sigma=times(self.proposal.sigma, factor))
         return replace(self, step_size=times(self.step_size, factor**2), proposal=proposal)
 
-    def with_preconditioner(self, diagonal: Leaves, structure: Any = None) -> MALAKernel:
+    def with_preconditioner(self: _K, diagonal: Leaves, structure: Any = None) -> _K:
         """The same kernel with this A."""
         return replace(self, proposal=replace(self.proposal, preconditioner=diagonal), structure=structure)
 
@@ -97,19 +104,20 @@ def mala(
         tau = theta - h A g + sigma A^1/2 eps + sigma_along z h A g,    g = grad U(theta), h = step_size
         accept with min(1, exp(Y)),  Y = U(theta) - U(tau) + log q(theta|tau) - log q(tau|theta)     (eq. (3))
 
-    with both gradients and, for sigma_along > 0, both determinants (eq. (5)). The centre is theta MINUS the step; the plus sign
-    printed below eq. (4) is a slip. Target: p ~ exp(-U), **exactly**, for a density, for fixed data, and with `FullData` for
-    minibatch gradients too (both sides see the same batch). Tune h to an acceptance near 0.57.
+    with both gradients and, for sigma_along > 0, both determinants (eq. (5)). The centre is theta MINUS the step; the
+    plus sign printed below eq. (4) is a slip. Target: p ~ exp(-U), **exactly**, for a density, for fixed data, and with
+    `FullData` also for minibatch gradients (both sides use the same batch). Tune h to an acceptance near 0.57.
 
-    Cost: for a density or fixed data one forward and backward, at tau; otherwise two.
+    Cost: one forward and backward pass, at tau, for a density or fixed data; otherwise two.
 
     Args:
-        step_size: h. (A tensor (chains,) gives one value to each chain, a list one to each leaf; likewise below.)
-        sigma: None is sqrt(2 h), the value of Langevin dynamics. (The paper's gamma, sigma with sigma^2 = 2 gamma / lambda.)
-        sigma_along: noise along the step in units of the step. (The paper's sigma_nabla multiplies grad L_n, so that it is
+        step_size: h. (A tensor (chains,) holds one value per chain, a list one per leaf; likewise below.)
+        sigma: None is sqrt(2 h), the value of Langevin dynamics. (The paper's gamma, sigma with sigma^2 = 2 gamma /
+            lambda.)
+        sigma_along: noise along the step, in units of the step. (The paper's sigma_nabla multiplies grad L_n: it is
             step_size * lambda * sigma_along with the lambda of the paper.)
-        preconditioner: diagonal A, positive, in the structure of the parameters (without a chain axis). It must not depend on
-            the chain's position: learn it before, then leave it.
+        preconditioner: diagonal A, positive, in the structure of the parameters (without a chain axis). It must not
+            depend on the chain's position: learn it first, then keep it fixed.
         acceptance: the test; `Minibatch()` by default.
     """
     step_size = checked("step_size", step_size)

@@ -11,9 +11,9 @@ evaluated and subtracted, which at P = 1e6 in float32 loses every digit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,27 +31,64 @@ from adammcmc.target.leaves import (
 )
 from adammcmc.target.randomness import Randomness, normal
 
-__all__ = ["Elementwise", "Langevin", "Move", "Prolate"]
+__all__ = ["Elementwise", "InPlace", "Langevin", "Move", "Prolate"]
 
 Number = TypeVar("Number", float, Tensor)
 
 
 class Move(NamedTuple):
-    """A proposed move, with what its density ratio needs."""
+    """A proposed move, with what its density ratio needs, and how it is taken or undone."""
 
     proposed: Leaves
-    update: Leaves
-    """u"""
-    noise: Leaves
-    """eps"""
-    along: Tensor
-    """z, (chains,), float64"""
     squares: tuple[Tensor, ...]
-    """|u|^2 of each leaf, (chains,), float64"""
+    """|u|^2 of each leaf, (chains,), float64: not finite where the gradient is not."""
+    update: Leaves = ()
+    """u"""
+    noise: Leaves = ()
+    """eps"""
+    along: Tensor | None = None
+    """z, (chains,), float64"""
     log_q_ratio: Tensor | None = None
-    """Where it is known already (`update` and `noise` are then not kept)."""
+    """The density ratio, if the backend has computed it (`update` and `noise` are then not kept)."""
     step_to_noise: Tensor | None = None
-    """r = |u| / sigma, (chains,), float64, where it is known."""
+    """r = |u| / sigma, (chains,), float64, if it is defined."""
+    log_uniform: Tensor | None = None
+    """log of the uniform number that decides, (chains,), float64, if the backend drew it with the noise."""
+    log_prior: tuple[Tensor, Tensor] | None = None
+    """log prior at the current and at the proposed point, if the backend summed it in the same pass."""
+    in_place: InPlace | None = None
+    """Set if the proposal has overwritten the current point."""
+
+
+class InPlace(Protocol):
+    """A move that was made in the memory of the current point, and a faster way to settle it."""
+
+    current: Leaves
+    """A copy of the current point."""
+
+    def decide(
+        self,
+        acceptance: Any,
+        potential: Any,
+        here: Any,
+        there: Callable[[], Any],
+        log_q_ratio: Callable[[], Tensor],
+        move: Move,
+        state: Any,
+    ) -> Any | None:
+        """The `Info` that `kernel.settle` would report, in one launch; None if this test or target is not covered.
+
+        Chains that freeze are marked in `state.frozen_at`.
+        """
+        ...
+
+    def keep(self, is_accepted: Tensor, new_grad: Leaves | None, old_grad: Leaves | None) -> Leaves | None:
+        """Put rejected chains back. With gradients, keep the new one where accepted; returns the memory they are kept in."""
+        ...
+
+    def undo(self) -> None:
+        """Put every chain back: an error occurred before the decision."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -70,13 +107,22 @@ class Prolate:
     sigma: Settings
     sigma_along: Setting = 0.0
 
-    def propose(self, params: Leaves, update: Leaves, generator: Randomness) -> Move:
+    def propose(
+        self,
+        params: Leaves,
+        update: Leaves,
+        generator: Randomness,
+        *,
+        noise: tuple[Tensor, Leaves] | None = None,
+        out: Leaves | None = None,
+    ) -> Move:
+        """tau; with `noise` = (z, eps) drawn before, and written into `out`, where a backend has them."""
         sigmas = spread_settings(self.sigma, len(params))
-        move = _propose(params, update, _shaped(sigmas, update), self.sigma_along, generator)
+        move = _propose(params, update, _shaped(sigmas, update), self.sigma_along, generator, noise, out)
         is_known = not any(isinstance(s, float | int) and s == 0 for s in sigmas)
-        return move._replace(step_to_noise=None if not is_known else self._squared_ratio(move.squares).sqrt())
+        return move._replace(step_to_noise=None if not is_known else self.squared_ratio(move.squares).sqrt())
 
-    def _squared_ratio(self, squares: Sequence[Tensor]) -> Tensor:
+    def squared_ratio(self, squares: Sequence[Tensor]) -> Tensor:
         """a"""
         return _sum(square / s**2 for square, s in zip(squares, spread_settings(self.sigma, len(squares)), strict=True))
 
@@ -84,8 +130,9 @@ class Prolate:
         if move.log_q_ratio is not None:
             return move.log_q_ratio
         sigmas = spread_settings(self.sigma, len(move.update))
-        a = self._squared_ratio(move.squares)
+        a = self.squared_ratio(move.squares)
         cross = _sum(inner(u, e) / s for u, e, s in zip(move.update, move.noise, sigmas, strict=True))
+        assert move.along is not None
         return self.combine(a, cross, move.along)
 
     def combine(self, a: Number, cross: Number, along: Number) -> Number:
@@ -108,16 +155,25 @@ class Elementwise(Prolate):
     ratio is about -2 / sigma_along^2 whatever the loss does. For replication only.
     """
 
-    def propose(self, params: Leaves, update: Leaves, generator: Randomness) -> Move:
+    def propose(
+        self,
+        params: Leaves,
+        update: Leaves,
+        generator: Randomness,
+        *,
+        noise: tuple[Tensor, Leaves] | None = None,
+        out: Leaves | None = None,
+    ) -> Move:
         sigmas = spread_settings(self.sigma, len(params))
-        moved = _propose(params, update, _shaped(sigmas, update), 0.0, generator)
+        moved = _propose(params, update, _shaped(sigmas, update), 0.0, generator, noise, out)
         zetas = standard_normal(update, generator)
         shifts = [u * z * by_chain(self.sigma_along, u) for u, z in zip(update, zetas, strict=True)]
         proposed = tuple((widen(p) + s).to(p.dtype) for p, s in zip(moved.proposed, shifts, strict=True))
         # as noise in units of sigma, so that the rank-one formula (with z = 0) sees the displacement that was made
-        noise = tuple(e + s / by_chain(sigma, s) for e, s, sigma in zip(moved.noise, shifts, sigmas, strict=True))
+        drawn = tuple(e + s / by_chain(sigma, s) for e, s, sigma in zip(moved.noise, shifts, sigmas, strict=True))
+        assert moved.along is not None
         along = torch.zeros_like(moved.along)
-        return Move(proposed, update, noise, along, moved.squares, step_to_noise=self._squared_ratio(moved.squares).sqrt())
+        return Move(proposed, moved.squares, update, drawn, along, step_to_noise=self.squared_ratio(moved.squares).sqrt())
 
 
 @dataclass(frozen=True)
@@ -157,6 +213,7 @@ class Langevin:
         u_eps = _sum(inner(u, e) for u, e in zip(here, move.noise, strict=True))
         v_eps = _sum(inner(v, e) for v, e in zip(there, move.noise, strict=True))
 
+        assert move.along is not None
         s2 = self.sigma_along**2
         u_e = u_eps + self.sigma_along * move.along * uu
         v_e = v_eps + self.sigma_along * move.along * uv
@@ -177,17 +234,18 @@ def _propose(
     deviations: Sequence[Setting],
     sigma_along: Setting,
     generator: Randomness,
+    noise: tuple[Tensor, Leaves] | None = None,
+    out: Leaves | None = None,
 ) -> Move:
-    along = draw_along(params, generator)
-    noise = standard_normal(update, generator)
+    along, eps = noise or (draw_along(params, generator), standard_normal(update, generator))
     proposed = []
-    for p, u, e, s in zip(params, update, noise, deviations, strict=True):
+    for p, u, e, s, into in zip(params, update, eps, deviations, out or [None] * len(params), strict=True):
         wide = widen(p)
-        moved = torch.addcmul(wide, e, s) if isinstance(s, Tensor) else torch.add(wide, e, alpha=s)
+        moved = torch.addcmul(wide, e, s, out=into) if isinstance(s, Tensor) else torch.add(wide, e, alpha=s, out=into)
         coefficient = (sigma_along * along - 1).to(u.dtype)  # of u: drift and directional noise in one
         proposed.append(moved.addcmul_(u, per_chain(coefficient, u)).to(p.dtype))
     squares = tuple(inner(u, u) for u in update)
-    return Move(tuple(proposed), update, noise, along, squares)
+    return Move(tuple(proposed), squares, update, eps, along)
 
 
 def _shaped(sigmas: Sequence[Setting], like: Leaves) -> Sequence[Setting]:

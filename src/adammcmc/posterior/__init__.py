@@ -1,1 +1,1 @@
-"""The draws of a run, and what they say: prediction, calibration, diagnostics, report."""
+"""The draws of a run: prediction, calibration, diagnostics and reports."""

@@ -1,4 +1,4 @@
-"""Running mean and variance of the weights, for runs that keep few draws or none."""
+"""Running mean and variance of the weights, for runs that keep few or no draws."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Moments"]
 
 
 class Moments:
-    """Mean and variance of the weights over draws that are not kept (Welford's recursion), in float64 on the host.
+    """Mean and variance of the weights over draws (Welford's recursion), in float64 on the host.
 
     Args:
-        state: of other moments, to go on with.
+        state: `state_dict` of moments to continue from.
     """
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
@@ -24,7 +24,7 @@ class Moments:
         self._squares: dict[str, Tensor] = {} if state is None else {k: v.clone() for k, v in state["squares"].items()}
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """One more draw."""
+        """Add one draw."""
         self.count += 1
         for name, tensor in tensors.items():
             if not tensor.is_floating_point():
@@ -37,7 +37,7 @@ class Moments:
             self._squares[name] += deviation * (value - self._mean[name])
 
     def merge(self, other: Moments) -> None:
-        """Those of another chain as well."""
+        """Include the draws of another chain."""
         if other.count == 0:
             return
         total = self.count + other.count
@@ -55,7 +55,7 @@ class Moments:
 
     @property
     def variance(self) -> dict[str, Tensor]:
-        """Over the draws (divided by their number)."""
+        """Over the draws, divided by their number."""
         return {name: squares / max(1, self.count) for name, squares in self._squares.items()}
 
     def state_dict(self) -> dict[str, Any]:

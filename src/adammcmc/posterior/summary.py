@@ -1,9 +1,8 @@
-"""What a run is worth, in one table: R-hat and effective draws of what one asks a network for, and the verdict in words.
+"""R-hat and effective draws of a run in one table, and the verdict in words.
 
-A network has no row for each weight: weights mean nothing one by one, and chains may agree in all they predict while their
-weights are those of another permutation of the neurons. So there is a row for the loss, one for U, one for function values at
-inputs of the user's choice, and one for each layer, of its length and of its weights along a fixed random direction. Function
-values decide; a layer is never judged.
+The rows are the loss, U, function values at inputs of the user's choice, and each layer: its length, and its weights
+along a fixed random direction. Single weights have no row: chains may agree in all predictions while their neurons are
+permuted. Function values decide the verdict; layers are shown but never judged.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from adammcmc.posterior.columns import AGREEMENT
 from adammcmc.posterior.store.encoding import strict_json
 from adammcmc.samplers.diagnostics import ess_bulk, ess_tail, mcse_mean, rhat, rhat_by_chance
 from adammcmc.samplers.health import GRAVITY, Finding, Grade, Health, grade_of
@@ -25,54 +25,56 @@ from adammcmc.target.data import derive_seed
 __all__ = ["ONE_START", "Row", "Series", "Summary", "layers_of", "probe_layers", "summarize"]
 
 _MIXED, _NEARLY_MIXED, _APART, _FAR_APART = 1.01, 1.05, 1.1, 1.5
-_FEW_DRAWS = 20.0  # of a chain: with fewer, R-hat of chains that agree may be anything
-_ENOUGH_DRAWS = 100.0  # effective: a mean is then known to a tenth of its spread
+_FEW_DRAWS = 20.0  # per chain: with fewer, R-hat varies widely even for chains that agree
+_ENOUGH_DRAWS = 100.0  # effective: a mean is then known to a tenth of the standard deviation
 _LEAST_DRAWS = 4
 _FEW_EXAMPLES = 5.0
 _MOST_LAYERS = 12  # that are printed
 
-
 ONE_START = (
-    "all chains started at the same weights: agreement of chains from one start cannot reveal another mode; start them from "
-    "different trained networks (`initial=` of `sample`)"
+    "all chains started at the same weights: agreement of chains from one start cannot reveal another mode; start them "
+    "from different trained networks (`initial=` of `sample`)"
 )
-"""What makes agreement worth little."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Numbers along the chains that belong together."""
+    """Related numbers along the chains."""
 
     name: str
     kind: Literal["loss", "outputs", "layer"]
     values: Tensor
     """(chains, draws) or (chains, draws, numbers)"""
-    is_judged: bool = True
-    """Whether it has a say in the verdict; if not, `why` says why."""
-    why: str = ""
+    why_not: str = ""
+    """Why it does not enter the verdict; empty: it does."""
+
+    @property
+    def is_judged(self) -> bool:
+        return not self.why_not
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: the worst of the numbers behind it."""
+    """A row of the table: the worst of its numbers."""
 
     name: str
     kind: str
     count: int
-    """How many numbers there are behind it."""
+    """How many numbers it stands for."""
     mean: float
-    """Over all draws, where there is one number; else NaN."""
+    """Over all draws; NaN for several numbers."""
     mean_error: float
     """Monte Carlo standard error of `mean`."""
     spread: float
-    """Standard deviation over all draws, where there is one number; else NaN."""
+    """Standard deviation over all draws; NaN for several numbers."""
     rhat: float
-    """The largest; NaN for one chain, or where nothing moves."""
+    """The largest; NaN for one chain, or if nothing moves."""
     rhat_limit: float
-    """Above which chains have not mixed: 1.01, or what chance explains (`rhat_by_chance`), but never more than 1.05."""
+    """R-hat above which chains have not mixed: 1.01, or what chance explains (`rhat_by_chance`), but at most 1.05."""
     ess_bulk: float
     """The smallest."""
     ess_tail: float
+    """The smallest."""
     is_judged: bool
     verdict: str
     """In a few words."""
@@ -80,30 +82,29 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run is worth. `print` it for the table."""
+    """R-hat, effective draws and findings of a run. `print` shows the table."""
 
     target: str
     num_chains: int
-    """Whose draws are compared."""
+    """Chains that are compared."""
     num_draws: int
-    """Of each."""
+    """Draws per chain."""
     rows: tuple[Row, ...]
     health: tuple[Health, ...]
-    """What each chain says about itself."""
+    """The self-tests of each chain."""
     findings: tuple[Finding, ...]
-    """All that is wrong or cannot be told, the gravest first: of the chains' own, and of what they say together."""
+    """Everything that is wrong or undecided, of single chains and of their comparison; the gravest first."""
     seconds: float
-    """That the draws took, burn-in not counted (of a scan: one chain's share); NaN where nobody knows."""
+    """Wall time of the draws without burn-in (in a scan: per chain); NaN if unknown."""
     num_gradients: float
-    """Of batches, in all chains, burn-in not counted (of a scan: one chain's share); NaN where nobody knows."""
+    """Batch gradients of all chains without burn-in (in a scan: per chain); NaN if unknown."""
     notes: tuple[str, ...] = ()
-    """What was left out, and what would tell more."""
+    """What was left out, and what would show more."""
 
     @property
     def ess(self) -> float:
-        """The smallest bulk ESS of what is judged; NaN where nothing is."""
-        judged = [row.ess_bulk for row in self.rows if row.is_judged and not math.isnan(row.ess_bulk)]
-        return min(judged, default=math.nan)
+        """The smallest bulk ESS of the judged rows; NaN without any."""
+        return min((row.ess_bulk for row in self.rows if row.is_judged and not math.isnan(row.ess_bulk)), default=math.nan)
 
     @property
     def ess_per_second(self) -> float:
@@ -115,7 +116,7 @@ class Summary:
 
     @property
     def rhat(self) -> float:
-        """The largest of what is judged; NaN where nothing is."""
+        """The largest R-hat of the judged rows; NaN without any."""
         return max((row.rhat for row in self.rows if row.is_judged and not math.isnan(row.rhat)), default=math.nan)
 
     @property
@@ -130,71 +131,52 @@ class Summary:
 
     @property
     def verdict(self) -> str:
-        """In words: the gravest first."""
-        if not self.findings:
-            draws = f"{self.num_chains * self.num_draws:,} draws are worth {self.ess:,.0f} independent ones"
-            judged = ", ".join(row.name for row in self.rows if row.is_judged)
-            return f"no complaint: {self.num_chains} chains agree in {judged} (R-hat {self.rhat:.3f}), their {draws}"
-        return "; ".join(finding.says for finding in self.findings)
+        """In words, the gravest finding first."""
+        return "; ".join(finding.says for finding in self.findings) or f"no complaint: {self.agreement}"
+
+    @property
+    def agreement(self) -> str:
+        """What the chains of a healthy run agree in."""
+        draws = f"{self.ess:,.0f} effective of {self.num_chains * self.num_draws:,} draws"
+        judged = ", ".join(row.name for row in self.rows if row.is_judged)
+        return f"{self.num_chains} chains agree in {judged} (R-hat {self.rhat:.3f}), with {draws}"
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, as JSON takes it: a number that does not exist is None."""
-        own = {"grade": self.grade, "verdict": self.verdict, "rhat": self.rhat, "ess": self.ess}
-        rates = {"ess_per_second": self.ess_per_second, "ess_per_gradient": self.ess_per_gradient}
-        parts: dict[str, Any] = {
-            "target": self.target,
-            "num_chains": self.num_chains,
-            "num_draws": self.num_draws,
-            "seconds": self.seconds,
-            "num_gradients": self.num_gradients,
-            "findings": [finding._asdict() for finding in self.findings],
-            "rows": [asdict(row) for row in self.rows],
-            "health": [{**asdict(h), "findings": [f._asdict() for f in h.findings]} for h in self.health],
-            "notes": list(self.notes),
-        }
-        plain: dict[str, Any] = strict_json(own | rates | parts)
+        """Everything as JSON; a number that does not exist is None."""
+        names = ("grade", "verdict", "rhat", "ess", "ess_per_second", "ess_per_gradient", "target", "num_chains", "num_draws",
+                 "seconds", "num_gradients", "notes")  # fmt: skip
+        parts: dict[str, Any] = {name: getattr(self, name) for name in names}
+        parts["findings"] = [finding._asdict() for finding in self.findings]
+        parts["rows"] = [asdict(row) for row in self.rows]
+        parts["health"] = [{**asdict(h), "findings": [f._asdict() for f in h.findings]} for h in self.health]
+        plain: dict[str, Any] = strict_json(parts)
         return plain
 
     def __str__(self) -> str:
-        chains = f"{self.num_chains} chain{'s' * (self.num_chains != 1)}"
-        lines = [f"{self.grade}: {self.verdict}.", f"target: {self.target}"]
-        costs = [f"{chains}, {self.num_draws:,} draws{' each' * (self.num_chains != 1)}"]
-        if not math.isnan(self.ess):
-            costs.append(f"worth {self.ess:,.0f} independent ones")
-        if not math.isnan(self.ess_per_second):
-            costs.append(f"{self.ess_per_second:.3g} a second")
-        if not math.isnan(self.ess_per_gradient):
-            costs.append(f"{1000 * self.ess_per_gradient:.3g} for 1,000 gradients")
-        lines += [", ".join(costs), *_table(self.rows), *(f"note: {note}" for note in self.notes)]
-        return "\n".join(lines)
+        costs = {
+            f"{self.num_chains} chain{'s' * (self.num_chains != 1)}": 0.0,
+            f"{self.num_draws:,} draws{' each' * (self.num_chains != 1)}": 0.0,
+            f"{self.ess:,.0f} effective": self.ess,
+            f"{self.ess_per_second:.3g} per second": self.ess_per_second,
+            f"{1000 * self.ess_per_gradient:.3g} per 1,000 gradients": self.ess_per_gradient,
+        }
+        known = ", ".join(words for words, number in costs.items() if not math.isnan(number))
+        lines = [f"{self.grade}: {self.verdict}.", f"target: {self.target}", known, *_table(self.rows)]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
     layers = sorted((row for row in rows if row.kind == "layer"), key=lambda row: row.ess_bulk)
     hidden = {row.name for row in layers[_MOST_LAYERS:]}
-    rows = [row for row in rows if row.name not in hidden]
-    head = ("", "mean", "R-hat", "bulk ESS", "tail ESS", "")
-    cells = [head]
-    for row in rows:
-        name = row.name if row.count == 1 else f"{row.name} ({row.count}, the worst)"
-        mean = "" if math.isnan(row.mean) else f"{row.mean:.4g} +- {row.mean_error:.1g}"
-        numbers = (_number(row.rhat, ".3f"), _number(row.ess_bulk, ",.0f"), _number(row.ess_tail, ",.0f"))
-        cells.append((name, mean, *numbers, row.verdict))
-    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+    cells = [list(AGREEMENT), *([cell(row) for cell in AGREEMENT.values()] for row in rows if row.name not in hidden)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
 
     def aligned(line: Sequence[str]) -> str:
-        parts = [text.rjust(width) for text, width in zip(line, widths, strict=True)]
-        return "  ".join([line[0].ljust(widths[0]), *parts[1:-1], line[-1]]).rstrip()
+        numbers = (text.rjust(width) for text, width in zip(line[1:-1], widths[1:-1], strict=True))
+        return "  ".join([line[0].ljust(widths[0]), *numbers, line[-1]])
 
     more = [f"and {len(hidden)} layers with more effective draws"] if hidden else []
-    return [*(aligned(line) for line in (cells if rows else [])), *more]
-
-
-def _number(value: float, form: str) -> str:
-    return "-" if math.isnan(value) else format(value, form)
-
-
-# --- the verdict ----------------------------------------------------------------------------------------------------------
+    return [*map(aligned, cells if rows else []), *more]
 
 
 def summarize(
@@ -211,28 +193,18 @@ def summarize(
     one_start: bool = False,
     notes: Sequence[str] = (),
 ) -> Summary:
-    """Put rows and findings together.
+    """Rows and findings of the `chains` whose numbers are in `series`; see `Summary`.
 
-    Args:
-        target: what was sampled, in one line.
-        chains: numbers of the chains in `series`.
-        series: what is compared.
-        health: of each chain.
-        temperatures: inverse ones, of each chain, as far as they are known.
-        num_data: of the training data.
-        seconds: that the draws took.
-        num_gradients: that they took.
-        differ_in: settings in which the chains of a scan differ: then each is judged alone.
-        one_start: whether all chains started at the same weights.
-        notes: what else to say.
+    `temperatures` are inverse ones. With `differ_in`, the settings in which the chains of a scan differ, each chain is
+    judged alone.
     """
-    num_draws = max((s.values.shape[1] for s in series), default=0)  # of what was kept there may be fewer
+    num_draws = max((s.values.shape[1] for s in series), default=0)  # some series may have fewer
     rows = tuple(_row(s, alone=bool(differ_in)) for s in series)
     findings = [*_of_chains(health), *_of_temperatures(temperatures, num_data)]
     findings += _of_series(chains, num_draws, series, rows, differ_in)
     if one_start and len(chains) > 1 and not differ_in:
         findings.append(Finding("one start", ONE_START))
-    # a stuck chain says so itself, and its draws need not say it again
+    # a stuck chain is reported once, by its self-test or by its draws
     once = [f for i, f in enumerate(findings) if f.kind != "stuck" or all(g.kind != "stuck" for g in findings[:i])]
     ordered = sorted(once, key=lambda finding: GRAVITY.get(finding.kind, len(GRAVITY)))
     own = tuple(health.values())
@@ -247,19 +219,19 @@ def _row(series: Series, *, alone: bool) -> Row:
     parts = single if alone else [values]
 
     def of_parts(function: Callable[[Tensor], Tensor]) -> Tensor:
-        """(parts, numbers). NaN for a number that never changes: of a saturated probability there is nothing to say."""
+        """(parts, numbers); NaN for a number that never changes, such as a saturated probability."""
         return torch.stack([torch.where((part == part[0, 0]).all(0).all(0), torch.nan, function(part)) for part in parts])
 
     ratios, bulk, tail = of_parts(rhat), of_parts(ess_bulk), of_parts(ess_tail)
-    # draws of each chain by itself: what chains disagree in must not excuse their disagreement
+    # effective draws of each chain by itself: disagreement between chains must not excuse itself
     own_ess = torch.stack([torch.minimum(ess_bulk(chain), ess_tail(chain)) for chain in single])
     chance = rhat_by_chance(own_ess.sum(0), len(values), count, num_draws=values.shape[1])
     limits = chance.clamp(_MIXED, _NEARLY_MIXED)
     worst = int(ratios.nan_to_num(nan=0.0).amax(0).argmax())
     ess = -_largest(-bulk), -_largest(-tail)
-    verdict = series.why
+    verdict = series.why_not
     if series.is_judged:
-        # a grave word needs enough draws of each chain by itself; far apart, that many draws at all
+        # "chains disagree" needs enough effective draws of each chain; far apart, that many draws suffice
         is_sure = (own_ess.amin(0) >= _FEW_DRAWS) | ((ratios > _FAR_APART) & (values.shape[1] >= _FEW_DRAWS))
         is_apart = bool((is_sure & (ratios > chance.clamp_min(_APART))).any())
         verdict = _verdict(values, is_apart, not bool((ratios > limits).any()), min(ess))
@@ -280,33 +252,25 @@ def _row(series: Series, *, alone: bool) -> Row:
 
 
 def _verdict(values: Tensor, is_apart: bool, is_mixed: bool, ess: float) -> str:
-    chains, draws, _ = values.shape
-    if not bool(values.isfinite().all()):
-        return "not finite"
-    if draws < _LEAST_DRAWS:
-        return "too few draws"
-    if bool((values == values[:, :1]).all()):
-        return "does not move"
-    if is_apart:
-        return "chains disagree"
-    if not is_mixed:
-        return "not mixed"
-    if not ess >= _ENOUGH_DRAWS:
-        return "few draws"
-    return "mixed" if chains > 1 else "one chain"
+    verdicts = {
+        "not finite": not bool(values.isfinite().all()),
+        "too few draws": values.shape[1] < _LEAST_DRAWS,
+        "does not move": bool((values == values[:, :1]).all()),
+        "chains disagree": is_apart,
+        "not mixed": not is_mixed,
+        "few draws": not ess >= _ENOUGH_DRAWS,
+        "one chain": len(values) == 1,
+    }
+    return next((words for words, is_so in verdicts.items() if is_so), "mixed")
 
 
 def _of_chains(health: Mapping[int, Health]) -> list[Finding]:
-    """What the chains say about themselves, those that say the same together."""
+    """The findings of single chains, equal kinds together."""
     by_kind: dict[str, list[tuple[int, str]]] = {}
     for chain, one in health.items():
         for finding in one.findings:
             by_kind.setdefault(finding.kind, []).append((chain, finding.says))
-    found = []
-    for kind, said in by_kind.items():
-        prefix = "" if len(health) == 1 else f"{_numbered([chain for chain, _ in said], len(health))}: "
-        found.append(Finding(kind, prefix + said[0][1]))
-    return found
+    return [Finding(kind, _prefix([c for c, _ in said], len(health)) + said[0][1]) for kind, said in by_kind.items()]
 
 
 def _of_temperatures(temperatures: Mapping[int, float], num_data: int) -> list[Finding]:
@@ -314,10 +278,10 @@ def _of_temperatures(temperatures: Mapping[int, float], num_data: int) -> list[F
     if not low:
         return []
     value = min(low.values())
-    prefix = "" if len(temperatures) == 1 else f"{_numbered(list(low), len(temperatures))}: "
     says = (
-        f"{prefix}the data have next to no say: with lambda = {value:.3g} all {num_data:,} examples together weigh as much as "
-        f"{value * num_data:.2g} would in Bayes' rule (lambda multiplies the sum over the data; 1 is Bayes)"
+        f"{_prefix(list(low), len(temperatures))}the data have almost no influence: with lambda = {value:.3g}, all "
+        f"{num_data:,} examples together weigh as much as {value * num_data:.2g} in Bayes' rule (lambda multiplies the "
+        "sum over the data; 1 is Bayes)"
     )
     return [Finding("no influence", says)]
 
@@ -328,7 +292,7 @@ def _of_series(
     found: list[Finding] = []
     if num_draws < _LEAST_DRAWS:
         made = f"{num_draws} draw{'s' * (num_draws != 1)}"
-        return [Finding("cannot tell", f"cannot tell yet: {made} of each chain, and at least {_LEAST_DRAWS} are needed")]
+        return [Finding("cannot tell", f"cannot tell yet: {made} per chain, and at least {_LEAST_DRAWS} are needed")]
     still = [c for i, c in enumerate(chains) if all(_is_still(s.values[i]) for s in series)]
     if still and series:
         found.append(Finding("stuck", f"stuck: all draws of {_numbered(still, len(chains))} are the same"))
@@ -337,41 +301,40 @@ def _of_series(
         found.append(Finding("not finite", f"numbers that are not finite in {', '.join(broken)}"))
     moving = [(s, row) for s, row in judged if not math.isnan(row.ess_bulk)]
     if not moving and not still:
-        says = "cannot tell whether they converged: U was only estimated, on batches; give `inputs` to compare predictions"
+        says = "cannot tell about convergence: U was estimated on batches; pass `inputs` to compare predictions"
         found.append(Finding("cannot tell", says))
     if short := [row.name for _, row in judged if row.verdict == "too few draws"]:
-        found.append(Finding("cannot tell", f"cannot tell yet of {', '.join(short)}: too few draws were kept"))
+        found.append(Finding("cannot tell", f"cannot tell yet for {', '.join(short)}: too few draws were kept"))
     if len(chains) == 1:
-        found.append(Finding("one chain", "one chain only: whether another one would agree cannot be told"))
+        found.append(Finding("one chain", "one chain only: whether another would agree is unknown"))
     elif differ_in:
-        says = f"chains differ in {', '.join(differ_in)}: each was judged alone, and agreement between them was not tested"
+        says = f"chains differ in {', '.join(differ_in)}: each was judged alone, and their agreement was not tested"
         found.append(Finding("one chain", says))
     elif apart := [(s, row) for s, row in moving if row.verdict in ("chains disagree", "not mixed")]:
         found.append(_disagreement(chains, *max(apart, key=lambda pair: (pair[1].verdict == "chains disagree", pair[1].rhat))))
     if few := [row for _, row in moving if not min(row.ess_bulk, row.ess_tail) >= _ENOUGH_DRAWS]:
         row = min(few, key=lambda row: min(row.ess_bulk, row.ess_tail))
-        least = min(row.ess_bulk, row.ess_tail)
-        says = f"few draws: those of {row.name} are worth {least:.0f} independent ones, of at least {_ENOUGH_DRAWS:.0f}; go on"
-        found.append(Finding("few draws", says))
+        least = f"{min(row.ess_bulk, row.ess_tail):.0f} of at least {_ENOUGH_DRAWS:.0f}"
+        found.append(Finding("few draws", f"few draws: {least} effective draws of {row.name}; continue the run"))
     return found
 
 
 def _disagreement(chains: Sequence[int], series: Series, row: Row) -> Finding:
     if row.verdict == "not mixed":
-        says = f"not mixed yet: R-hat of {row.name} is {row.rhat:.3f}, above {row.rhat_limit:.3g}; go on"
+        says = f"not mixed yet: R-hat of {row.name} is {row.rhat:.3f}, above {row.rhat_limit:.3g}; continue the run"
         return Finding("not mixed", says)
     odd = ""
     values = series.values.reshape(*series.values.shape[:2], -1)
     if len(chains) > 2:
         without = {c: _largest(rhat(values[[j for j in range(len(chains)) if j != i]])) for i, c in enumerate(chains)}
         chain, rest = min(without.items(), key=lambda item: item[1])
-        odd = f"; chain {chain} stands apart from the others" if rest - 1 < (row.rhat - 1) / 3 else ""
+        odd = f"; chain {chain} differs from all others" if rest - 1 < (row.rhat - 1) / 3 else ""
     says = f"chains disagree: R-hat of {row.name} is {row.rhat:.2f}{odd}. They have not mixed, and may never mix"
     return Finding("chains disagree", says)
 
 
 def _largest(values: Tensor) -> float:
-    """NaN where there is none."""
+    """NaN without any number."""
     known = values[~values.isnan()]
     return float(known.max()) if len(known) else math.nan
 
@@ -386,11 +349,12 @@ def _numbered(chains: Sequence[int], number: int) -> str:
     return f"chain{'s' * (len(chains) > 1)} {', '.join(map(str, chains))}"
 
 
-# --- layers ---------------------------------------------------------------------------------------------------------------
+def _prefix(chains: Sequence[int], number: int) -> str:
+    return "" if number == 1 else f"{_numbered(chains, number)}: "
 
 
 def layers_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names of parameters by layer: those of one module.
+    """Names of parameters by layer, that is, by module.
 
     Example:
         >>> layers_of(["0.weight", "0.bias", "head.2.weight", "scale"])
@@ -403,7 +367,7 @@ def layers_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def probe_layers(draws: Iterable[Mapping[str, Tensor]], names: Sequence[str]) -> Tensor:
-    """Length and projection of each layer, (draws, layers, 2): of the weights of a layer, |w| and w . r.
+    """Length |w| and projection w . r of the weights of each layer, (draws, layers, 2).
 
     r is standard normal and depends on the name alone, so that it is the same for all chains and runs.
     """

@@ -1,10 +1,10 @@
-"""What predictions of many draws say, without labels: plain functions of a tensor (draws, examples, ...).
+"""Uncertainties of the predictions of many draws: plain functions of a tensor (draws, examples, ...).
 
 For classes, with p_d the probabilities of draw d and H the entropy in nats:
 
-    entropy              H(mean_d p_d)         all uncertainty about the class
+    entropy              H(mean_d p_d)         total uncertainty about the class
     expected entropy     mean_d H(p_d)         of the classes themselves (aleatoric)
-    mutual information   their difference      of the weights (epistemic): what more data would tell
+    mutual information   their difference      of the weights (epistemic), which more data would reduce
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["entropy", "expected_entropy", "mutual_information", "quantile", "qua
 def entropy(predictions: Tensor, *, is_binary: bool = False) -> Tensor:
     """H(mean over draws), (examples, ...), of class probabilities (draws, examples, classes, ...), in nats.
 
-    `is_binary`: each number is the probability of one of two classes, and has an entropy of its own.
+    With `is_binary`, each number is the probability of one class out of two, and has its own entropy.
 
     Example:
         >>> entropy(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))
@@ -35,7 +35,7 @@ def expected_entropy(predictions: Tensor, *, is_binary: bool = False) -> Tensor:
         tensor([0.])
     """
     total = torch.zeros((), dtype=torch.float64, device=predictions.device)
-    for draw in predictions:  # one at a time: what is computed in float64 must not be as large as all of them
+    for draw in predictions:  # one at a time, to keep float64 copies small
         total = total + _entropy(draw.double(), 1, is_binary)
     return (total / len(predictions)).to(predictions.dtype)
 
@@ -77,13 +77,13 @@ def quantile(predictions: Tensor, q: float) -> Tensor:
 
 
 def quantile_of_sorted(ascending: Tensor, q: float) -> Tensor:
-    """`quantile` of predictions whose draws are in order already, value by value."""
+    """`quantile` of predictions whose draws are already sorted, value by value."""
     if not 0 <= q <= 1:
         raise ValueError(f"`q` must lie between 0 and 1, got {q}.")
     place = q * (len(ascending) - 1)
     below = int(place)
     low, high = ascending[below], ascending[below if place == below else below + 1]
-    between = torch.where(low == high, low, torch.lerp(low, high, place - below))  # between two infinities is infinity
+    between = torch.where(low == high, low, torch.lerp(low, high, place - below))  # also between two infinities
     return torch.where(ascending[-1].isnan(), torch.nan, between)  # a NaN is sorted last
 
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from adammcmc.samplers.adam import AdamMCMC
 from adammcmc.samplers.adaptation import BurnIn
-from adammcmc.samplers.optimizer import AdamMCMC
 from adammcmc.samplers.progress import track
 from adammcmc.target.likelihood import Loss
-from adammcmc.target.target import Prior
+from adammcmc.target.priors import Prior
 
 __all__ = ["Calibration", "CalibrationRow", "Suggestion", "calibrate_sigma", "suggest"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from adammcmc.samplers.sampler import Sampler
-from adammcmc.samplers.stacked import StackedChain
-
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["Callback", "Event", "OwnNumbers", "TensorBoard"]
+    from adammcmc.runs.engines import View
+
+__all__ = ["Callback", "Event", "OwnNumbers", "TensorBoard", "callback_states", "load_callback_states"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Event:
     num_draws: int
     """Draws of this chain so far."""
     is_burning_in: bool
-    sampler: Sampler | StackedChain
+    sampler: View
     """The chain's sampler; of chains that run at once, a view of this one."""
     model: nn.Module
     """At the chain's present weights; must not be changed."""
@@ -39,7 +39,8 @@ class Callback:
     """Base class of callbacks. Override the methods you need.
 
     An exception in a callback stops the run as Ctrl-C does: completed draws are kept, and `resume=True` continues. A
-    callback may use torch's global random numbers: it has its own stream, separate from the chain's.
+    callback may use torch's global random numbers: it has its own stream, separate from the chain's. A callback that
+    accumulates numbers over the steps keeps them across a kill by `state_dict` and `load_state_dict`.
 
     When chains run at once, a callback is called for each of them in turn, with that chain's weights copied into the
     model. Overriding `on_step` then costs a copy of all weights at each step.
@@ -48,6 +49,16 @@ class Callback:
     def overrides(self, name: str) -> bool:
         """Whether this callback implements the method of this name."""
         return getattr(getattr(self, name), "__func__", None) is not getattr(Callback, name)
+
+    def state_dict(self, chain: int) -> dict[str, Any]:
+        """What this callback needs to continue with a chain, as tensors, numbers and text: part of each checkpoint.
+
+        A checkpoint is written before `on_step` of its step, which a resumed run does not call again: include that step here.
+        """
+        return {}
+
+    def load_state_dict(self, chain: int, state: dict[str, Any]) -> None:
+        """Called before `on_start` with what `state_dict` returned when the checkpoint was written."""
 
     def on_start(self, event: Event) -> None:
         """A chain starts or resumes."""
@@ -60,6 +71,19 @@ class Callback:
 
     def on_end(self, event: Event) -> None:
         """A chain has all its draws."""
+
+
+def callback_states(callbacks: Sequence[Callback], chains: Sequence[int]) -> list[Any]:
+    """The states of all callbacks, each with its class: part of a checkpoint."""
+    return [[type(callback).__name__, [callback.state_dict(chain) for chain in chains]] for callback in callbacks]
+
+
+def load_callback_states(callbacks: Sequence[Callback], chains: Sequence[int], states: Sequence[Any]) -> None:
+    """Restore each callback whose class had a state at its place; a callback that is new to the run starts afresh."""
+    for callback, (name, own) in zip(callbacks, states, strict=False):
+        if type(callback).__name__ == name:
+            for chain, state in zip(chains, own, strict=True):
+                callback.load_state_dict(chain, state)
 
 
 class OwnNumbers:

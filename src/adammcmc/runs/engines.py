@@ -1,4 +1,4 @@
-"""Adapts the samplers to the `Chains` protocol of the loop: one `Sampler`, or a `StackedSampler` of all chains."""
+"""Adapts one `Sampler` to the `Chains` protocol of the loop, and builds the stack of all chains, which follows it as it is."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from adammcmc.backends.streams import streams
 from adammcmc.errors import warn
-from adammcmc.kernels.kernel import Info
 from adammcmc.samplers.sampler import Sampler
-from adammcmc.samplers.stacked import CannotStack, Setup, StackedChain, StackedSampler, setup_of
+from adammcmc.samplers.stacked import CannotStack, ChainView, Setup, StackedChains, setup_of, stack
 from adammcmc.target.data import derive_seed
 from adammcmc.target.likelihood import DataExamples
-from adammcmc.target.randomness import streams
 
 if TYPE_CHECKING:
     from adammcmc.runs.session import Session
 
-__all__ = ["OneChain", "Stack", "model_tensors", "prefers_stack", "stack_chains", "write_tensors"]
+__all__ = ["OneChain", "View", "model_tensors", "prefers_stack", "stack_chains", "write_tensors"]
+
+
+View = Sampler | ChainView
+"""A chain as callbacks see it."""
 
 
 class OneChain:
@@ -29,59 +32,43 @@ class OneChain:
     num_chains = 1
 
     def __init__(self, sampler: Sampler, session: Session) -> None:
-        self.prototype, self._model = sampler, session.model
+        chains = sampler.chains
+        self.sampler, self._model, self._chains = sampler, session.model, chains
         self._loss = functools.partial(session.loss, session.plan.model)  # one object: a captured step holds on to it
         self.targets = [sampler.target]
-        self.check, self.reset_health = sampler.check, sampler.reset_health
-        self.health_state, self.describe = sampler.health_state, sampler.describe
+        self.check, self.reset_health, self.health_sums = chains.check, chains.reset_health, chains.health_sums
+        self.health_state, self.describe, self.present_loss = chains.health_state, chains.describe, chains.present_loss
 
-    num_steps = property(lambda self: self.prototype.num_steps)
-    is_adapting = property(lambda self: self.prototype.is_adapting)
-    info = property(lambda self: Info(*(field.reshape(1) for field in self.prototype.info)))
-    mean_acceptance_rate = property(lambda self: self.prototype.mean_acceptance_rate.reshape(1))
-    beta_eff = property(lambda self: self.prototype.beta_eff.reshape(1))
+    num_steps = property(lambda self: self._chains.num_steps)
+    is_adapting = property(lambda self: self._chains.is_adapting)
+    info = property(lambda self: self._chains.info)
+    mean_acceptance_rate = property(lambda self: self._chains.mean_acceptance_rate)
+    beta_eff = property(lambda self: self._chains.beta_eff)
 
     def step(self, batch: Any) -> None:
-        self.prototype.step(self._loss, batch)
-
-    def present_loss(self) -> Tensor:
-        return self.prototype.present_loss().reshape(1)
+        self.sampler.step(self._loss, batch)
 
     @torch.no_grad()
     def log_prior(self) -> Tensor:
-        sampler, prior = self.prototype, self.prototype.target.prior
-        trainable = [p.detach() for group in sampler.param_groups for p in group["params"] if p.requires_grad]
-        value = 0.0 if prior is None else prior.log_density(trainable)
-        return torch.as_tensor(value, dtype=torch.float64, device=sampler.device).reshape(1)
+        prior = self.sampler.target.prior
+        value = 0.0 if prior is None else prior.log_density([p.detach() for p in self.sampler.parameters.trainable])
+        return torch.as_tensor(value, dtype=torch.float64, device=self.sampler.device).reshape(1)
 
     def draws(self) -> dict[str, Tensor]:
-        return {name: x[None] for name, x in self.prototype.draw(self._model).items()}
-
-    def health_sums(self) -> list[dict[str, float]]:
-        return [self.prototype.health_sums()]
+        return {name: x[None] for name, x in self.sampler.draw(self._model).items()}
 
     def place(self, chain: int) -> None:
         """Nothing to do: the weights are in the model."""
 
     def view(self, chain: int) -> Sampler:
-        return self.prototype
+        return self.sampler
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.prototype.state_dict(), "model": {name: x.detach() for name, x in model_tensors(self._model)}}
+        return {**self.sampler.state_dict(), "model": {name: x.detach() for name, x in model_tensors(self._model)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         write_tensors(self._model, state["model"])
-        self.prototype.load_state_dict({key: value for key, value in state.items() if key != "model"})
-
-
-class Stack(StackedSampler):
-    """All chains of a run at once."""
-
-    def view(self, chain: int) -> StackedChain:
-        return self.chain(chain)
-
-    def health_state(self) -> dict[str, Any]:
-        return self.prototype.health_state()
+        self.sampler.load_state_dict({key: value for key, value in state.items() if key != "model"})
 
 
 def prefers_stack(device: torch.device, model: nn.Module) -> bool:
@@ -92,11 +79,11 @@ def prefers_stack(device: torch.device, model: nn.Module) -> bool:
     return device.type == "cuda" and not any(getattr(module, "is_fast_alone", False) for module in model.modules())
 
 
-def stack_chains(session: Session, *, is_required: bool) -> Stack | None:
+def stack_chains(session: Session, *, is_required: bool) -> StackedChains | None:
     """All chains at once; where that is impossible, an error if it is required, otherwise a warning and None."""
     try:
-        stack = _new_stack(session)
-        stack.try_out(session.first_batch)
+        chains = _new_stack(session)
+        chains.try_out(session.first_batch)
     except CannotStack as why:
         if is_required:
             raise CannotStack(
@@ -104,10 +91,10 @@ def stack_chains(session: Session, *, is_required: bool) -> Stack | None:
             ) from why
         warn(f"the chains run one after the other, since they cannot be run at once: {why}.")
         return None
-    return stack
+    return chains
 
 
-def _new_stack(session: Session) -> Stack:
+def _new_stack(session: Session) -> StackedChains:
     plan = session.plan
     if plan.scheduler is not None:
         raise CannotStack("a `scheduler` sets the learning rate of one chain at a time")
@@ -116,14 +103,14 @@ def _new_stack(session: Session) -> Stack:
     for chain in range(1, plan.num_chains):
         is_like_first = not session.scan and plan.initial is None
         setups.append(setups[0] if is_like_first else setup_of(session.new_sampler(chain), session.model, setups[0]))
-    examples = prototype._examples
+    examples = prototype.network.examples
     if isinstance(examples, DataExamples):  # vmap needs the uncompiled model
         examples = DataExamples(session.model, session.data, session.loss, session.device)
     generator = streams([derive_seed(plan.seed, chain, 0) for chain in range(plan.num_chains)], session.device)
-    stack = Stack(prototype, session.model, session.loss, setups, generator, examples)
-    stack.place(0)
+    chains = stack(prototype, session.model, session.loss, setups, generator, examples)
+    chains.place(0)
     session.restart(0)
-    return stack
+    return chains
 
 
 def model_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

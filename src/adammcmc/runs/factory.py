@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from adammcmc.acceptance import FullData
 from adammcmc.samplers.exact import Underdamped
 from adammcmc.samplers.sampler import Sampler
-from adammcmc.target.target import Gaussian, Prior
+from adammcmc.target.priors import Gaussian, Prior
 
 __all__ = ["SCANNED", "Factory", "as_factory", "build", "finds_settings", "given_options", "innermost", "scanned"]
 
@@ -39,10 +39,10 @@ def scanned(factory: Any, num_chains: int) -> dict[str, list[float]]:
     return values
 
 
-def as_factory(sampler: Any, prior: Prior | None, model: nn.Module, whole: bool) -> Factory:
+def as_factory(sampler: Any, prior: Prior | None, model: nn.Module, has_fixed_data: bool) -> Factory:
     """The factory of the sampler, with the prior that was given to `sample`."""
     if sampler is None:
-        sampler = Underdamped if whole else functools.partial(Underdamped, acceptance=FullData())
+        sampler = Underdamped if has_fixed_data else functools.partial(Underdamped, acceptance=FullData())
     if isinstance(sampler, torch.optim.Optimizer) or not callable(sampler):
         kind = type(sampler).__name__
         got = f"an existing {kind}" if hasattr(sampler, "param_groups") else kind

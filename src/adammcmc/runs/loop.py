@@ -14,12 +14,12 @@ from adammcmc.errors import StoreCorrupt, StoreMismatch
 from adammcmc.kernels.kernel import Info
 from adammcmc.posterior.moments import Moments
 from adammcmc.posterior.store.folder import Record, Store
-from adammcmc.runs.callbacks import Event, OwnNumbers
+from adammcmc.runs.callbacks import Event, OwnNumbers, callback_states, load_callback_states
 from adammcmc.runs.interrupts import Interrupt
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.progress import Bar
 from adammcmc.target.data import derive_seed
-from adammcmc.target.target import Target
+from adammcmc.target.potential import Target
 
 if TYPE_CHECKING:
     from adammcmc.runs.session import Session
@@ -253,6 +253,7 @@ class Loop:
             "sums": self._sums,
             "moments": None if self._moments is None else [moments.state_dict() for moments in self._moments],
             "health": self.chains.health_state(),
+            "callbacks": callback_states(self.plan.callbacks, self.numbers),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -269,6 +270,7 @@ class Loop:
         self._burn_in, self.burned_in_at, self.num_draws = state["burn_in"], state["burned_in_at"], state["num_draws"]
         self._sums = [dict(sums) for sums in state["sums"]]
         self._moments = None if state["moments"] is None else [Moments(moments) for moments in state["moments"]]
+        load_callback_states(self.plan.callbacks, self.numbers, state.get("callbacks", []))
 
 
 def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from adammcmc.errors import NonFiniteLoss, warn
 from adammcmc.posterior.posterior import Posterior, bare
 from adammcmc.posterior.predictive import Probe
+from adammcmc.posterior.store.archives import free_memory
 from adammcmc.posterior.store.files import check_space, format_bytes
 from adammcmc.posterior.store.folder import FolderStore, MemoryStore, Store, read_manifest
-from adammcmc.posterior.store.memory import free_memory
-from adammcmc.runs.engines import OneChain, Stack, model_tensors, prefers_stack, stack_chains, write_tensors
+from adammcmc.runs.engines import OneChain, model_tensors, prefers_stack, stack_chains, write_tensors
 from adammcmc.runs.factory import as_factory, build, finds_settings, given_options, innermost, scanned
 from adammcmc.runs.interrupts import deferred_interrupt
 from adammcmc.runs.loop import Chains, Loop
@@ -31,6 +31,7 @@ from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.corrected import CorrectedMALA
 from adammcmc.samplers.progress import show_bar
 from adammcmc.samplers.sampler import Sampler
+from adammcmc.samplers.stacked import StackedChains
 from adammcmc.target.data import as_data, derive_seed, to_device
 from adammcmc.target.likelihood import DataExamples, Loss, as_likelihood, likelihood_of
 
@@ -67,7 +68,7 @@ class Session:
         self.first_batch: Any = None
         self.probe: Probe | None = None
         """Predictions that are stored with each draw."""
-        self.stack: Stack | None = None
+        self.stack: StackedChains | None = None
         """All chains at once; None where they run one after another."""
 
     @contextmanager
@@ -75,8 +76,8 @@ class Session:
         """Evaluates the loss once and decides whether to stack. At the end the model and the data are as before."""
         with _restored(self.model, self.device):
             try:
-                whole = to_device(self.data.fetch(slice(None)), self.device) if self.has_fixed_data else None
-                self.first_batch = whole if self.has_fixed_data else to_device(next(self.data), self.device)
+                batch = self.data.fetch(slice(None)) if self.has_fixed_data else next(self.data)
+                self.first_batch = to_device(batch, self.device)
                 self.loss.try_out(self.plan.model, self.first_batch)
                 self.probe = Probe.make(self.model, self.first_batch, self.loss, self.likelihood)
                 self.data.restart(0)

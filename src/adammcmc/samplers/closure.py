@@ -15,8 +15,8 @@ from adammcmc.samplers.packing import Packing, RowsToHold
 from adammcmc.target.control import Control, check_order
 from adammcmc.target.data import Examples
 from adammcmc.target.leaves import Leaves, inner
+from adammcmc.target.potential import Evaluation, Target, potential_difference
 from adammcmc.target.resolution import agree
-from adammcmc.target.target import Evaluation, Target, potential_difference
 
 __all__ = ["Closure", "ClosurePotential", "Reference", "check_mean", "expand"]
 
@@ -75,6 +75,7 @@ class ClosurePotential:
         must_check: whether to check, at the first evaluation, that fixed data are fixed.
         is_first: whether to check that a loss is a mean, as far as its graph shows.
         reference: of a control variate.
+        precision: of the prior, if it is quadratic and a backend adds it: it is left out here.
         name: what the parameter of this index is called in messages.
     """
 
@@ -92,6 +93,7 @@ class ClosurePotential:
         must_check: bool = False,
         is_first: bool = False,
         reference: Reference | None = None,
+        precision: list[float] | None = None,
         name: Callable[[int], str],
     ) -> None:
         self.scale = target.scale
@@ -102,7 +104,7 @@ class ClosurePotential:
         self._must_be_mean = is_first and target.num_data > 1
         self._num_data = target.num_data
         self._returned: list[Tensor] = []
-        self._prior = target.prior
+        self._prior = target.prior if precision is None else None
         self._closures = closures
         self._packing = packing
         self._live = packing.params
@@ -118,9 +120,9 @@ class ClosurePotential:
         """The first point of this step with a gradient, and the gradient of V there."""
 
     @property
-    def first_grad(self) -> Leaves | None:
-        """The gradient of V at the first point of this step."""
-        return None if self.known is None else self.known[1]
+    def has_closures(self) -> bool:
+        """Whether there is a loss besides that of the examples."""
+        return bool(self._closures)
 
     @property
     def num_examples(self) -> int | None:
@@ -140,18 +142,6 @@ class ClosurePotential:
         if self.known is None:
             self.known = params, grad
         return Evaluation(losses[None], self.log_prior(params), grad)
-
-    def evaluate_live(self, *, with_grad: bool) -> tuple[Tensor, list[Tensor] | None]:
-        """The losses at the weights that the model holds, (1,) or (1, batch), and their gradient (without the prior's part)."""
-        if not with_grad:
-            return self._losses()[None], None
-        first = self._calls_backward is None
-        losses, grads = self._differentiate()
-        self._check_held()
-        self.losses = losses[None] if self.losses is None else self.losses
-        if self.fixed and first and self._must_check:
-            self._check_fixed(losses)
-        return losses[None], grads
 
     def _check_held(self) -> None:
         """The modules are known once they were called, and with them the rows that must stay as they are."""
@@ -217,11 +207,6 @@ class ClosurePotential:
             return self._packing.zero
         value = self._prior.log_density(self._packing.whole(params))
         return value.detach().double().reshape(1)
-
-    def log_prior_live(self) -> Tensor:
-        """log prior at the weights that the model holds, (1,), float64."""
-        assert self._prior is not None
-        return self._prior.log_density([p.detach() for p in self._live]).detach().double().reshape(1)
 
     def example_losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
         assert self._examples is not None

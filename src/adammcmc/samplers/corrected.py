@@ -1,24 +1,20 @@
-"""The optimizer's door to corrected stochastic MALA, which draws its batches itself and carries them along."""
+"""Corrected stochastic MALA as a torch optimizer: it draws its batches itself and carries them along."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from adammcmc import kernels
-from adammcmc.kernels.corrected import CarriedBatch
 from adammcmc.kernels.kernel import Kernel
-from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.closure import Closure
 from adammcmc.samplers.exact import MALA
-from adammcmc.samplers.layers import BatchNormPolicy
 from adammcmc.samplers.packing import Packing
-from adammcmc.samplers.sampler import Params
-from adammcmc.target.data import Examples
-from adammcmc.target.target import Prior
+from adammcmc.samplers.sampler import Common, Params
+from adammcmc.target.priors import Prior
 
 __all__ = ["CorrectedMALA"]
 
@@ -42,9 +38,11 @@ class CorrectedMALA(MALA):
         examples: the training set as losses of single examples, for example `TensorExamples(loss, inputs, targets)`.
         zeta: 1 is the theory's correction for the size of the batch, 0 none.
         compensate: whether a = lambda (2 - rho), or lambda.
-        sigma: as in `MALA`, and so are `sigma_along`, `preconditioner`, `inverse_temperature`, `batch_norm`, `burn_in` and
-            `generator`.
+        sigma: as in `MALA`, and so are `sigma_along` and `preconditioner`.
+        **common: see `Sampler`; there is no `acceptance` and no `fixed_data`.
     """
+
+    _not_taken = frozenset(("acceptance", "fixed_data"))
 
     def __init__(
         self,
@@ -54,17 +52,15 @@ class CorrectedMALA(MALA):
         rho: float,
         num_data: int,
         prior: Prior,
-        examples: Examples,
         zeta: float = 1.0,
         compensate: bool = True,
         sigma: float | None = None,
         sigma_along: float = 0.0,
         preconditioner: Sequence[Tensor] | None = None,
-        inverse_temperature: float = 1.0,
-        batch_norm: BatchNormPolicy = "batch",
-        burn_in: BurnIn | int | None = None,
-        generator: torch.Generator | None = None,
+        **common: Unpack[Common],
     ) -> None:
+        if common.get("examples") is None:
+            raise TypeError("CorrectedMALA draws its own batches: pass `examples=TensorExamples(loss, inputs, targets)`.")
         self.rho, self.zeta, self.compensate = rho, zeta, compensate
         super().__init__(
             params,
@@ -74,11 +70,7 @@ class CorrectedMALA(MALA):
             sigma=sigma,
             sigma_along=sigma_along,
             preconditioner=preconditioner,
-            inverse_temperature=inverse_temperature,
-            examples=examples,
-            batch_norm=batch_norm,
-            burn_in=burn_in,
-            generator=generator,
+            **common,
         )
 
     @torch.no_grad()
@@ -89,7 +81,7 @@ class CorrectedMALA(MALA):
 
         What a training loop passes is not called: the batches come from `examples`.
         """
-        return self._usual_step([])
+        return self._transition(lambda: self.chains.ordinary_step([], None))
 
     def _kernel(self, packing: Packing) -> Kernel:
         return kernels.corrected_mala(
@@ -101,9 +93,3 @@ class CorrectedMALA(MALA):
             sigma_along=self._sigma_along(),
             preconditioner=self._preconditioner(packing),
         )
-
-    def _must_recheck(self) -> bool:
-        return False  # there is no closure to ask
-
-    def _remember(self, fields: tuple[Any, ...]) -> CarriedBatch:
-        return CarriedBatch(*fields)

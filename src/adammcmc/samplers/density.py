@@ -1,4 +1,4 @@
-"""Many transitions: burn-in, gap, draws."""
+"""Sampling from a density: burn-in, gap, draws."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from adammcmc.errors import NonFiniteLoss, StochasticClosure
 from adammcmc.kernels.arguments import placed
-from adammcmc.kernels.kernel import ChainState, Info, Kernel
+from adammcmc.kernels.kernel import Info, Kernel
 from adammcmc.samplers.adaptation import Adaptation, BurnIn, changed, check_common, check_tunable, target_rate
 from adammcmc.samplers.processes import check_one_process
 from adammcmc.samplers.progress import track
 from adammcmc.target.data_density import DataDensity
+from adammcmc.target.density import Density
 from adammcmc.target.leaves import Leaves, flatten, unflatten
 from adammcmc.target.randomness import Randomness
 from adammcmc.target.resolution import agree
-from adammcmc.target.target import Density
 
 __all__ = ["sample_density", "warm_up"]
 
@@ -36,19 +36,20 @@ def sample_density(
     seed: int | Randomness = 0,
     progress: bool = True,
 ) -> tuple[Any, Info]:
-    """Draw from any differentiable density, with as many chains as `initial` has rows, in one batched evaluation a step.
+    """Draw from any differentiable density, with one chain per row of `initial`, in one batched evaluation per step.
 
     Args:
-        log_density: maps (chains, dim), or a pytree of tensors (chains, ...), to (chains,); -inf outside the support. It need
-            not be normalised. Chains must not influence each other. Or a `DataDensity`, a sum of losses over data.
-        initial: starting points, on the device where the chains shall run.
-        kernel: from `adammcmc.kernels`. Where a setting is a tensor (chains,), each chain has its own: a scan is one run.
-        num_steps: transitions in all, burn-in included.
+        log_density: maps (chains, dim), or a pytree of tensors (chains, ...), to (chains,); -inf outside the support.
+            It need not be normalised. Chains must not influence each other. Or a `DataDensity`, a sum of losses over
+            data.
+        initial: starting points, on the device of the run.
+        kernel: from `adammcmc.kernels`. A setting as a tensor (chains,) has one value per chain: a scan is one run.
+        num_steps: transitions in total, including burn-in.
         burn_in: transitions before the first draw is kept.
         gap: one draw is kept every `gap` transitions. A rejected proposal repeats the current point, and counts.
         tune: adapt the kernel's scale (and preconditioner) in burn-in, pooled over the chains, then freeze it.
-        seed: fixes every random number; the same seed on the same device gives the same draws. A generator is used as it is,
-            and so are `randomness.Generators`, one for each chain.
+        seed: fixes every random number; the same seed on the same device gives the same draws. A generator, or
+            `randomness.Generators` with one per chain, is used as given.
         progress: show a bar if standard error is a terminal (needs `rich`).
 
     Returns:
@@ -65,57 +66,28 @@ def sample_density(
         raise ValueError(f"`num_steps` must exceed `burn_in` >= 0, got {num_steps} and {burn_in}.")
     if not 1 <= gap <= num_steps - burn_in:
         raise ValueError(f"`gap` must be between 1 and num_steps - burn_in = {num_steps - burn_in}, got {gap}.")
-    if tune is not None and (burn_in < 1 or (tune.num_steps or 1) > burn_in):
-        raise ValueError(
-            f"`tune` would still change the kernel while draws are kept: burn_in is {burn_in}, num_steps of the BurnIn "
-            f"{tune.num_steps}. What is drawn while adapting has no invariant distribution; make burn_in longer."
-        )
-    kernel, potential, state, generator, structure = _begin(log_density, initial, kernel, seed)
-    leaves = flatten(state.params)[0]
-    adaptation = None if tune is None else _adaptation(kernel, replace(tune, num_steps=tune.num_steps or burn_in), leaves)
-    num_draws = (num_steps - burn_in) // gap
-    draws = [x.new_empty(x.shape[0], num_draws, *x.shape[1:]) for x in leaves]
+    if tune is not None:
+        if burn_in < 1 or (tune.num_steps or 1) > burn_in:
+            raise ValueError(
+                f"`tune` would still change the kernel while draws are kept: burn_in is {burn_in}, num_steps of the "
+                f"BurnIn {tune.num_steps}. States visited while adapting are not draws; make burn_in longer."
+            )
+        tune = replace(tune, num_steps=tune.num_steps or burn_in)
+    run = _Run(log_density, initial, kernel, seed, tune)
+    draws = [x.new_empty(x.shape[0], (num_steps - burn_in) // gap, *x.shape[1:]) for x in run.leaves]
     infos: list[Info] = []
     for step in track(range(1, num_steps + 1), "sampling", show=progress):
-        now = potential.next_batch(flatten(state.params)[0], generator)
-        state, info = kernel.step(state, now, generator)
-        if adaptation is not None and not adaptation.is_done:
-            kernel = _adapted(kernel, adaptation, now, state, info)
+        info = run.step()
         draw, rest = divmod(step - burn_in, gap)
         if step > burn_in and rest == 0:
-            for kept, leaf in zip(draws, flatten(state.params)[0], strict=True):
+            for kept, leaf in zip(draws, run.leaves, strict=True):
                 kept[:, draw - 1] = leaf
             infos.append(info)
-    result = unflatten(tuple(draws), structure), Info(*(torch.stack(field, 1) for field in zip(*infos, strict=True)))
-    _check_not_frozen(state, result)
-    if adaptation is not None:
-        adaptation.warn_of_frozen()
+    result = unflatten(tuple(draws), run.structure), Info(*(torch.stack(field, 1) for field in zip(*infos, strict=True)))
+    run.check_not_frozen(result)
+    if run.adaptation is not None:
+        run.adaptation.warn_of_frozen()
     return result
-
-
-def _check_not_frozen(state: ChainState, result: Any) -> None:
-    if not bool((state.frozen_at >= 0).any()):
-        return
-    chain = int((state.frozen_at >= 0).nonzero()[0])
-    error = NonFiniteLoss(
-        f"{int((state.frozen_at >= 0).sum())} chains met a NaN or infinite density or gradient at their own position and "
-        f"stopped there; the first is chain {chain}, at step {int(state.frozen_at[chain])}. What there is so far is in the "
-        "exception's `result`."
-    )
-    error.result = result
-    raise error
-
-
-def _check_deterministic(potential: Density | DataDensity, state: ChainState) -> None:
-    """A log density that gives another value when asked again is no density."""
-    if state.here is None:  # other data at each step
-        return
-    again = potential.evaluate(flatten(state.params)[0], with_grad=False).losses
-    if not agree(again, state.here.losses, potential.scale):
-        raise StochasticClosure(
-            "`log_density` gave two different values at the same point: it must be a function of the parameters. Does it draw "
-            "random numbers (dropout in training mode?) or take a new minibatch at each call?"
-        )
 
 
 def warm_up(
@@ -127,15 +99,12 @@ def warm_up(
     seed: int | Randomness = 0,
     progress: bool = True,
 ) -> tuple[Kernel, Any]:
-    """Adapt a kernel to a density, pooled over the chains: the kernel with its settings frozen, and where the chains are.
+    """Adapt a kernel to a density, pooled over the chains: the kernel with frozen settings, and the chains' positions.
 
     Args:
-        log_density: as in `sample_density`.
-        initial: as in `sample_density`.
+        log_density, initial, seed, progress: as in `sample_density`.
         kernel: with a first guess of its scale.
         tune: how to adapt; by default until U is flat.
-        seed: as in `sample_density`.
-        progress: as in `sample_density`.
 
     Example:
         >>> import adammcmc
@@ -146,56 +115,84 @@ def warm_up(
         True
     """
     tune = tune or BurnIn()
-    kernel, potential, state, generator, _ = _begin(log_density, initial, kernel, seed)
-    adaptation = _adaptation(kernel, tune, flatten(state.params)[0])
+    run = _Run(log_density, initial, kernel, seed, tune)
+    assert run.adaptation is not None
     for _ in track(range(tune.num_steps or tune.max_steps), "adapting", show=progress):
-        now = potential.next_batch(flatten(state.params)[0], generator)
-        state, info = kernel.step(state, now, generator)
-        kernel = _adapted(kernel, adaptation, now, state, info)
-        if adaptation.is_done:
+        run.step()
+        if run.adaptation.is_done:
             break
-    _check_not_frozen(state, (kernel, state.params))
-    adaptation.warn()
-    return kernel, state.params
+    run.check_not_frozen((run.kernel, run.state.params))
+    run.adaptation.warn()
+    return run.kernel, run.state.params
 
 
-def _begin(
-    log_density: Callable[[Any], Tensor] | DataDensity, initial: Any, kernel: Kernel, seed: int | Randomness
-) -> tuple[Kernel, Density | DataDensity, ChainState, Randomness, Any]:
-    check_one_process()
-    leaves, structure = flatten(initial)
-    if not leaves:
-        raise ValueError("`initial` holds no tensor.")
-    generator = seed
-    if not isinstance(generator, Randomness):
-        generator = torch.Generator(leaves[0].device).manual_seed(int(generator))
-    kernel = placed(kernel, leaves[0].device)
-    potential = log_density if isinstance(log_density, DataDensity) else Density(log_density, like=initial)
-    state = kernel.init(unflatten(tuple(x.detach().clone() for x in leaves), structure), potential)
-    _check_deterministic(potential, state)
-    return kernel, potential, state, generator, structure
+class _Run:
+    """Chains on a density, whose kernel adapts where `tune` is given."""
 
+    def __init__(self, log_density: Any, initial: Any, kernel: Any, seed: int | Randomness, tune: BurnIn | None) -> None:
+        check_one_process()
+        leaves, self.structure = flatten(initial)
+        if not leaves:
+            raise ValueError("`initial` holds no tensor.")
+        self.generator = seed if isinstance(seed, Randomness) else torch.Generator(leaves[0].device).manual_seed(int(seed))
+        self.kernel: Any = placed(kernel, leaves[0].device)
+        self.potential = log_density if isinstance(log_density, DataDensity) else Density(log_density, like=initial)
+        self.state = self.kernel.init(unflatten(tuple(x.detach().clone() for x in leaves), self.structure), self.potential)
+        self._check_deterministic()
+        self.adaptation = None if tune is None else self._adaptation(tune)
 
-def _adapted(kernel: Any, adaptation: Adaptation, potential: Density | DataDensity, state: ChainState, info: Info) -> Any:
-    leaves, structure = flatten(state.params)
-    known = None if potential.known is None else potential.known[1]
-    grad = known if state.here is None else state.here.grad
-    change = adaptation.observe(info.acceptance_rate, info.potential, info.step_to_noise, grad, potential.scale)
-    if change.preconditioner is not None:
-        diagonal = tuple(a.to(x.dtype) for a, x in zip(change.preconditioner, leaves, strict=True))
-        change = change._replace(preconditioner=diagonal)
-    return changed(kernel, change, structure)
+    @property
+    def leaves(self) -> Leaves:
+        return flatten(self.state.params)[0]
 
+    def _check_deterministic(self) -> None:
+        if self.state.here is None:  # other data at each step
+            return
+        again = self.potential.evaluate(self.leaves, with_grad=False).losses
+        if not agree(again, self.state.here.losses, self.potential.scale):
+            raise StochasticClosure(
+                "`log_density` gave two different values at the same point: it must be a function of the parameters. "
+                "Does it draw random numbers (dropout in training mode?) or use a new minibatch at each call?"
+            )
 
-def _adaptation(kernel: Any, tune: BurnIn, leaves: Leaves) -> Adaptation:
-    if not hasattr(kernel, "scaled"):
-        raise TypeError(f"{type(kernel).__name__} has nothing to tune.")
-    check_tunable(kernel.acceptance)
-    check_common(kernel, tune)
-    return Adaptation(
-        tune,
-        target=target_rate(kernel.acceptance, kernel.target_acceptance),
-        num_params=sum(x[0].numel() for x in leaves),
-        tunes_sigma_along=hasattr(kernel, "with_sigma_along"),
-        learns=hasattr(kernel, "with_preconditioner"),
-    )
+    def _adaptation(self, tune: BurnIn) -> Adaptation:
+        if not hasattr(self.kernel, "scaled"):
+            raise TypeError(f"{type(self.kernel).__name__} has nothing to tune.")
+        check_tunable(self.kernel.acceptance)
+        check_common(self.kernel, tune)
+        return Adaptation(
+            tune,
+            target=target_rate(self.kernel.acceptance, self.kernel.target_acceptance),
+            num_params=sum(x[0].numel() for x in self.leaves),
+            tunes_sigma_along=hasattr(self.kernel, "with_sigma_along"),
+            learns=hasattr(self.kernel, "with_preconditioner"),
+        )
+
+    def step(self) -> Info:
+        """One transition of all chains, and of the adaptation until it is done."""
+        now = self.potential.next_batch(self.leaves, self.generator)
+        info: Info
+        self.state, info = self.kernel.step(self.state, now, self.generator)
+        if self.adaptation is not None and not self.adaptation.is_done:
+            known = None if now.known is None else now.known[1]
+            grad = known if self.state.here is None else self.state.here.grad
+            change = self.adaptation.observe(info.acceptance_rate, info.potential, info.step_to_noise, grad, now.scale)
+            if (diagonal := change.preconditioner) is not None:
+                diagonal = tuple(a.to(x.dtype) for a, x in zip(diagonal, self.leaves, strict=True))
+                change = change._replace(preconditioner=diagonal)
+            self.kernel = changed(self.kernel, change, self.structure)
+        return info
+
+    def check_not_frozen(self, result: Any) -> None:
+        """Raise `NonFiniteLoss`, with what was drawn so far, if a chain has stopped."""
+        is_frozen = self.state.frozen_at >= 0
+        if not bool(is_frozen.any()):
+            return
+        chain = int(is_frozen.nonzero()[0])
+        error = NonFiniteLoss(
+            f"{int(is_frozen.sum())} chains met a NaN or infinite density or gradient at their current position and "
+            f"stopped there; the first is chain {chain}, at step {int(self.state.frozen_at[chain])}. The draws so far "
+            "are in the exception's `result`."
+        )
+        error.result = result
+        raise error

@@ -1,19 +1,21 @@
-r"""Whether chains agree, and what their draws are worth: R-hat and effective sample sizes.
+r"""Whether chains agree, and how many draws they are worth: R-hat and effective sample sizes.
 
-Plain functions of values (chains, draws, ...), one answer for each of the rest of the axes; the definitions are those of
-Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), and the numbers those of ArviZ. Each chain counts as two, its halves.
+Plain functions of values (chains, draws, ...), with one result for each of the remaining axes. The definitions are
+those of Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), the numbers those of ArviZ. Each chain is split in two
+halves.
 
     z       values replaced by normal scores of their ranks in all chains, Phi^-1((rank - 3/8) / (S + 1/4))
-    R-hat   sqrt(1 + (B / W - 1) / N), between- and within-chain variance of z, or of z of |value - median| if that is larger
-    ESS     S / tau, tau = -1 + 2 sum rho_t over Geyer's initial monotone sequence; bulk: of z, tail: of the indicators of the
-            5% and 95% quantiles, the smaller one
+    R-hat   sqrt(1 + (B / W - 1) / N), between- and within-chain variance of z, or of z of |value - median| if larger
+    ESS     S / tau, tau = -1 + 2 sum rho_t over Geyer's initial monotone sequence; bulk: of z, tail: of the indicators
+            of the 5% and 95% quantiles, the smaller one
 
-NaN where there is nothing to say: fewer than 4 draws, a NaN among the values, and for R-hat a single chain.
+NaN where nothing is known: fewer than 4 draws, a NaN among the values, and for R-hat a single chain.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,10 +27,10 @@ _TAILS = (0.05, 0.95)
 
 
 def rhat(values: Tensor) -> Tensor:
-    """Rank-normalised split R-hat of values (chains, draws, ...): 1 where chains agree, and their halves.
+    """Rank-normalised split R-hat of values (chains, draws, ...): 1 where chains, and their halves, agree.
 
-    Above 1.01 they have not mixed. NaN for one chain, and where no value differs; infinite where each chain stands still at a
-    value of its own (ArviZ may have NaN there, which would let the disagreement pass).
+    Above 1.01 they have not mixed. NaN for one chain, and where no value differs; infinite where each chain is constant
+    at its own value (ArviZ may return NaN there, which would hide the disagreement).
 
     Example:
         >>> normal = torch.randn(4, 200, generator=torch.Generator().manual_seed(0))
@@ -36,53 +38,43 @@ def rhat(values: Tensor) -> Tensor:
         >>> bool(agreeing < 1.01), bool(apart > 1.5)
         (True, True)
     """
-    x, shape = _checked(values)
-    if len(x) < 2 or _is_too_short(x):
-        return _nothing(shape)
-    halves = _halves(x)
-    folded = (halves - _median(halves)).abs()
-    # (half chains that stay at one distance of the median have no spread about it, which says nothing)
-    spread = _rhat(_normal_scores(folded))
-    spread = torch.where(spread.isinf(), torch.nan, spread)
-    return _known(torch.fmax(_rhat(_normal_scores(halves)), spread), x).reshape(shape)
+
+    def measure(x: Tensor) -> Tensor:
+        halves = _halves(x)
+        # (half chains at one distance from the median have no spread about it, which means nothing)
+        spread = _rhat(_normal_scores((halves - _median(halves)).abs()))
+        return torch.fmax(_rhat(_normal_scores(halves)), torch.where(spread.isinf(), torch.nan, spread))
+
+    return _measured(values, measure, least_chains=2)
 
 
 def ess_bulk(values: Tensor) -> Tensor:
-    """Effective number of draws for means and medians of values (chains, draws, ...).
+    """Effective sample size for means and medians of values (chains, draws, ...).
 
-    Values that never change have as many as there are draws, as in ArviZ: whether they should have changed it cannot know.
+    Values that never change count as independent draws, as in ArviZ: whether they should have changed is not known
+    here.
     """
-    x, shape = _checked(values)
-    if _is_too_short(x):
-        return _nothing(shape)
-    return _known(_ess(_normal_scores(_halves(x))), x).reshape(shape)
+    return _measured(values, lambda x: _ess(_normal_scores(_halves(x))))
 
 
 def ess_tail(values: Tensor) -> Tensor:
-    """Effective number of draws for the 5% and the 95% quantile of values (chains, draws, ...), the smaller one."""
-    x, shape = _checked(values)
-    if _is_too_short(x):
-        return _nothing(shape)
-    low, high = (_ess(_halves((x <= _quantile(x, p)).double())) for p in _TAILS)
-    return _known(torch.minimum(low, high), x).reshape(shape)
+    """Effective sample size for the 5% or the 95% quantile of values (chains, draws, ...), whichever is smaller."""
+    return _measured(values, lambda x: torch.minimum(*(_ess(_halves((x <= _quantile(x, p)).double())) for p in _TAILS)))
 
 
 def mcse_mean(values: Tensor) -> Tensor:
     """Monte Carlo standard error of the mean of values (chains, draws, ...)."""
-    x, shape = _checked(values)
-    if _is_too_short(x):
-        return _nothing(shape)
-    return _known(x.flatten(0, 1).std(0) / _ess(_halves(x)).sqrt(), x).reshape(shape)
+    return _measured(values, lambda x: x.flatten(0, 1).std(0) / _ess(_halves(x)).sqrt())
 
 
 def rhat_by_chance(ess: Tensor, num_chains: int, count: int = 1, *, num_draws: int | None = None) -> Tensor:
-    """What R-hat stays below, in 95 of 100 cases, for chains that agree, given the effective number of their draws.
+    """The value that R-hat stays below in 95% of cases for chains that agree, given their effective sample size.
 
-    The means of 2 C half chains scatter: their variance over that of the draws is about (2 C / ess) chi^2 / (2 C - 1) with
-    2 C - 1 degrees of freedom, and R-hat^2 is 1 + that - 1 / N, N the draws in half a chain. R-hat is the larger of two
-    numbers, and `count` of them are looked at: the 5% are shared among all (Bonferroni).
+    The means of 2 C half chains scatter: their variance over that of the draws is about (2 C / ess) chi^2 / (2 C - 1)
+    with 2 C - 1 degrees of freedom, and R-hat^2 is 1 + that - 1 / N, N the draws in half a chain. R-hat is the larger
+    of two numbers, and `count` of them are compared: the 5% are shared among all (Bonferroni).
 
-    `num_draws`: of each chain; None takes them for independent, as many as are effective.
+    `num_draws`: of each chain; None assumes independent draws, as many as are effective.
 
     Example:
         >>> rhat_by_chance(torch.tensor([100.0, 400.0, 10_000.0]), num_chains=4).round(decimals=3)
@@ -98,7 +90,7 @@ def rhat_by_chance(ess: Tensor, num_chains: int, count: int = 1, *, num_draws: i
     return limit
 
 
-# --- the parts, on (chains, draws, quantities), float64 --------------------------------------------------------------------
+# --- the parts, on (chains, draws, quantities), float64 -------------------------------------------------------------
 
 
 def _rhat(x: Tensor) -> Tensor:
@@ -115,12 +107,12 @@ def _ess(x: Tensor) -> Tensor:
     variance = covariance[0] + (x.mean(1).var(0) if chains > 1 else 0.0)
     rho = 1 - (within - covariance) / variance
     rho[0] = 1
-    # Geyer: pairs of neighbouring lags have a positive sum in a reversible chain; those after the first that has not are noise
+    # Geyer: in a reversible chain, pairs of neighbouring lags have a positive sum; after the first other pair is noise
     last = max(0, -(-(n - 4) // 2))
     even, odd = rho[0 : 2 * last + 1 : 2], rho[1 : 2 * last + 2 : 2]
     pairs = even + odd
     is_noise = pairs <= 0
-    is_noise[last] = True  # there are no more
+    is_noise[last] = True  # the last pair
     end = is_noise.int().argmax(0)
     before = torch.arange(last + 1)[:, None] < end
     falling = torch.where(before, pairs.cummin(0).values, 0.0).sum(0)
@@ -140,7 +132,7 @@ def _autocovariance(x: Tensor) -> Tensor:
 
 
 def _halves(x: Tensor) -> Tensor:
-    """Each chain as two; of an odd number of draws the one in the middle is left out."""
+    """Each chain as two; the middle one of an odd number of draws is left out."""
     half = x.shape[1] // 2
     return torch.cat([x[:, :half], x[:, -half:]])
 
@@ -163,28 +155,21 @@ def _median(x: Tensor) -> Tensor:
 def _quantile(x: Tensor, p: float) -> Tensor:
     ascending = x.flatten(0, 1).sort(0).values
     n = len(ascending)
-    place = n * p + (1 - p)  # in ArviZ's order of operations: a value that is the quantile must not fall on its other side
+    place = n * p + (1 - p)  # ArviZ's order of operations: rounding must not move a value across the quantile
     below = int(min(max(place, 1), n - 1))
     share = min(max(place - below, 0.0), 1.0)
     return (1 - share) * ascending[below - 1] + share * ascending[below]
 
 
-def _checked(values: Tensor) -> tuple[Tensor, torch.Size]:
+def _measured(values: Tensor, measure: Callable[[Tensor], Tensor], least_chains: int = 1) -> Tensor:
+    """The measure of (chains, draws, quantities) in float64; NaN for too few values, or a NaN among them."""
     x = torch.as_tensor(values).detach().cpu()
     if x.dim() < 2:
-        raise ValueError(f"values must have the shape (chains, draws, ...), got {tuple(x.shape)}; of one chain it is x[None].")
+        raise ValueError(f"values must be (chains, draws, ...), got shape {tuple(x.shape)}; for one chain pass x[None].")
     if x.is_complex():
         raise TypeError(f"values must be real, got {x.dtype}.")
-    return x.double().reshape(*x.shape[:2], x.shape[2:].numel()), x.shape[2:]
-
-
-def _is_too_short(x: Tensor) -> bool:
-    return x.shape[1] < _LEAST_DRAWS or x.numel() == 0
-
-
-def _known(answer: Tensor, x: Tensor) -> Tensor:
-    return torch.where(x.isnan().any(0).any(0), torch.nan, answer)
-
-
-def _nothing(shape: torch.Size) -> Tensor:
-    return torch.full(shape, math.nan, dtype=torch.float64)
+    shape = x.shape[2:]
+    x = x.double().reshape(*x.shape[:2], shape.numel())
+    if len(x) < least_chains or x.shape[1] < _LEAST_DRAWS or x.numel() == 0:
+        return torch.full(shape, math.nan, dtype=torch.float64)
+    return torch.where(x.isnan().any(0).any(0), torch.nan, measure(x)).reshape(shape)

@@ -1,4 +1,4 @@
-"""The optimizer's door to the exact kernels: `Underdamped` (recommended), `MALA`, and `ExactAdamMCMC`, the chain of Theorem 1.
+"""The exact kernels as torch optimizers: `Underdamped` (recommended), `MALA`, and `ExactAdamMCMC`, the chain of Theorem 1.
 
 sampler = Underdamped(model.parameters(), num_data=len(inputs), prior=Gaussian.fan_in(model), fixed_data=True)
 while sampler.is_adapting:
@@ -9,40 +9,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from adammcmc import kernels
-from adammcmc.acceptance import AcceptanceTest
+from adammcmc.backends.one_pass import one_pass
 from adammcmc.kernels.exact_adam import NoisyMoments
 from adammcmc.kernels.hamiltonian import Momentum
-from adammcmc.kernels.kernel import Kernel
+from adammcmc.kernels.kernel import ChainState, Kernel
 from adammcmc.kernels.proposal import Prolate
-from adammcmc.samplers.adaptation import BurnIn, momentum_spread
-from adammcmc.samplers.closure import ClosurePotential
-from adammcmc.samplers.layers import BatchNormPolicy
+from adammcmc.samplers.adaptation import BurnIn, Change, momentum_spread
 from adammcmc.samplers.packing import Packing
-from adammcmc.samplers.sampler import Outcome, Params, Sampler
-from adammcmc.target.data import Examples
+from adammcmc.samplers.sampler import Common, Params, Sampler
 from adammcmc.target.leaves import Leaves, widen
-from adammcmc.target.target import Evaluation, Prior, Target
+from adammcmc.target.potential import Evaluation
+from adammcmc.target.priors import Prior
 
 __all__ = ["MALA", "ExactAdamMCMC", "Underdamped"]
 
 
 class _Exact(Sampler):
-    """An exact sampler asks for a proper prior."""
+    """An exact sampler requires a proper prior."""
 
-    def __init__(self, params: Params, defaults: dict[str, Any], *, target: Target, **options: Any) -> None:
-        if target.prior is None:
+    def __init__(self, params: Params, defaults: dict[str, Any], *, prior: Prior | None, **options: Any) -> None:
+        if prior is None:
             raise ValueError(
                 f"{type(self).__name__} needs a proper `prior`: without one the posterior of a network has no finite mass. "
                 "Gaussian.fan_in(model) is a common choice."
             )
-        super().__init__(params, defaults, target=target, **options)
+        super().__init__(params, defaults, prior=prior, **options)
 
     def _label(self, p: Parameter, group: int) -> Hashable:
         return group
@@ -51,7 +49,6 @@ class _Exact(Sampler):
 class _Preconditioned(_Exact):
     """An exact sampler with a step size and a diagonal A, which lives in `self.state`, by parameter."""
 
-    _own_caches = ("_diagonal",)
     _learns_preconditioner = True
     _tunes_lr = True
 
@@ -63,7 +60,7 @@ class _Preconditioned(_Exact):
         self._learns_preconditioner = preconditioner is None
         super().__init__(params, defaults, **options)
         if preconditioner is not None:
-            trainable = self._trainable()
+            trainable = self.parameters.trainable
             given = list(preconditioner)
             if not all(isinstance(a, Tensor) for a in given) or [a.shape for a in given] != [p.shape for p in trainable]:
                 raise ValueError("`preconditioner` must have one tensor of the same shape for each trainable parameter.")
@@ -94,9 +91,9 @@ class _Preconditioned(_Exact):
             self._diagonal_number += 1
         return self._diagonal[1]
 
-    def _graph_key(self) -> Hashable:
-        self._preconditioner(self._layout())
-        return super()._graph_key(), self._diagonal_number
+    def _version(self) -> Any:
+        self._preconditioner(self.layout())
+        return self._diagonal_number
 
     def _smallest_roots(self, packing: Packing) -> list[float]:
         """The smallest A^1/2 in each leaf."""
@@ -140,8 +137,7 @@ class Underdamped(_Preconditioned):
         persistent_uniform: let the number that decides move on instead of drawing a new one (Neal 2020): fewer turns. None
             does so where the test allows for it.
         preconditioner: diagonal A, one positive tensor for each trainable parameter; None learns it in burn-in.
-        inverse_temperature: as in `AdamMCMC`, and so are `acceptance`, `examples`, `fixed_data`, `batch_norm` and `generator`.
-        burn_in: a `BurnIn`, a number of steps, or None: with a given `step_size` there is none, without one it is `BurnIn()`.
+        **common: see `Sampler`. Without a `step_size`, `burn_in` is `BurnIn()` by default; with one, there is none.
     """
 
     _target_acceptance = kernels.UnderdampedKernel.target_acceptance
@@ -158,34 +154,24 @@ class Underdamped(_Preconditioned):
         num_leapfrog: int = 1,
         persistent_uniform: bool | None = None,
         preconditioner: Sequence[Tensor] | None = None,
-        inverse_temperature: float = 1.0,
-        acceptance: AcceptanceTest | None = None,
-        examples: Examples | None = None,
-        fixed_data: bool = False,
-        batch_norm: BatchNormPolicy = "batch",
-        burn_in: BurnIn | int | None = None,
-        generator: torch.Generator | None = None,
+        **common: Unpack[Common],
     ) -> None:
-        if step_size is None and burn_in is None:
-            burn_in = BurnIn()
+        if step_size is None and common.get("burn_in") is None:
+            common["burn_in"] = BurnIn()
         self.friction, self.num_leapfrog, self.persistent_uniform = friction, num_leapfrog, persistent_uniform
         super().__init__(
             params,
             {"lr": 1e-3 if step_size is None else step_size},
-            target=Target(num_data, inverse_temperature, prior),
+            num_data=num_data,
+            prior=prior,
             preconditioner=preconditioner,
-            acceptance=acceptance,
-            examples=examples,
-            fixed_data=fixed_data,
-            batch_norm=batch_norm,
-            burn_in=burn_in,
-            generator=generator,
+            **common,
         )
 
     @property
     def gradients_per_step(self) -> int:
         if not self.acceptance.needs_noise and self.num_leapfrog == 1:
-            return 1  # nobody asks for a ratio
+            return 1  # no ratio is needed
         return self.num_leapfrog + (0 if self.fixed_data else 1)
 
     def _kernel(self, packing: Packing) -> Kernel:
@@ -202,21 +188,27 @@ class Underdamped(_Preconditioned):
         """The length of a drift, as far as rounding is concerned."""
         if 0.0 in self._options("lr"):
             raise ValueError("`step_size` must be positive (did a scheduler bring it to 0?): the chain would not move.")
-        roots = self._smallest_roots(self._layout())
+        roots = self._smallest_roots(self.layout())
         return [float(lr) * root for lr, root in zip(self._options("lr"), roots, strict=True)]
 
     def _rescale(self, factor: float) -> None:
         for group in self.param_groups:
             group["lr"] *= factor
 
-    def _gather(self, packing: Packing) -> Momentum | None:
-        memory = self._memory
-        if memory is None or not _fits(memory.momentum, packing):
-            return None  # other parameters than before: a new velocity is as good
-        return Momentum(*memory)
+    def _gather(self, packing: Packing, memory: Momentum | None) -> Momentum | None:
+        # with other parameters than before, a new velocity is as good
+        return memory if memory is not None and _fits(memory.momentum, packing) else None
 
-    def _remember(self, fields: tuple[Any, ...]) -> Momentum:
-        return Momentum(tuple(fields[0]), fields[1])
+    def _why_not_fused(self) -> str | None:
+        if self.num_leapfrog != 1 or not self.acceptance.needs_noise or self.is_adapting:
+            return "only a step with one leapfrog step, a test and settled settings is fused"
+        return self._why_not_triton()
+
+    def _backend_key(self, packing: Packing) -> tuple[Any, ...]:
+        return packing, self._preconditioner(packing)
+
+    def _new_backend(self, packing: Packing) -> Any:
+        return one_pass(self._kernel(packing), packing.current, packing.proposed, None) if packing.is_live else None
 
 
 class MALA(_Preconditioned):
@@ -237,9 +229,8 @@ class MALA(_Preconditioned):
         sigma_along: noise along the step in units of the step. (The paper's sigma_nabla multiplies grad L_n: it is
             h * lambda * sigma_along with the lambda of the paper.)
         preconditioner: diagonal A, one positive tensor for each trainable parameter; fixed while sampling.
-        inverse_temperature: as in `AdamMCMC`, and so are `acceptance`, `examples`, `fixed_data`, `batch_norm` and `generator`.
-        burn_in: a `BurnIn` (or a number of steps) of adaptation: h to an acceptance of 0.57, and the preconditioner
-            (`BurnIn(learn_preconditioner=False)`: only h). None: no adaptation.
+        **common: see `Sampler`. `burn_in` tunes h to an acceptance of 0.57, and learns the preconditioner
+            (`BurnIn(learn_preconditioner=False)`: only h).
     """
 
     _target_acceptance = kernels.MALAKernel.target_acceptance
@@ -254,27 +245,17 @@ class MALA(_Preconditioned):
         sigma: float | None = None,
         sigma_along: float = 0.0,
         preconditioner: Sequence[Tensor] | None = None,
-        inverse_temperature: float = 1.0,
-        acceptance: AcceptanceTest | None = None,
-        examples: Examples | None = None,
-        fixed_data: bool = False,
-        batch_norm: BatchNormPolicy = "batch",
-        burn_in: BurnIn | int | None = None,
-        generator: torch.Generator | None = None,
+        **common: Unpack[Common],
     ) -> None:
-        if step_size is None and burn_in is None:
-            burn_in = BurnIn()
+        if step_size is None and common.get("burn_in") is None:
+            common["burn_in"] = BurnIn()
         super().__init__(
             params,
             {"lr": 1e-6 if step_size is None else step_size, "sigma": sigma, "sigma_along": sigma_along},
-            target=Target(num_data, inverse_temperature, prior),
+            num_data=num_data,
+            prior=prior,
             preconditioner=preconditioner,
-            acceptance=acceptance,
-            examples=examples,
-            fixed_data=fixed_data,
-            batch_norm=batch_norm,
-            burn_in=burn_in,
-            generator=generator,
+            **common,
         )
 
     @property
@@ -322,12 +303,12 @@ class ExactAdamMCMC(_Exact):
         momentum_spread: (s1, s2) in units of grad V and its square; None measures them at the first step by a pilot of 20
             gradients, and again during burn-in.
         floor: None is s2.
-        fixed_data: must be True: each closure sees the whole data set.
-        inverse_temperature: as in `AdamMCMC`, and so are `batch_norm` and `generator`.
-        burn_in: a `BurnIn` (or a number of steps) of adaptation: sigma to an acceptance of 0.25. None: no adaptation.
+        **common: see `Sampler`; `fixed_data` must be True: each closure returns the loss of the whole data set. `burn_in`
+            tunes sigma to an acceptance of 0.25.
     """
 
     _target_acceptance = kernels.ExactAdamMCMCKernel.target_acceptance
+    _not_taken = frozenset(("acceptance", "examples"))
     _tunes_sigma_along = True
 
     def __init__(
@@ -342,13 +323,9 @@ class ExactAdamMCMC(_Exact):
         sigma_along: float = 0.0,
         momentum_spread: tuple[float, float] | None = None,
         floor: float | None = None,
-        fixed_data: bool = False,
-        inverse_temperature: float = 1.0,
-        batch_norm: BatchNormPolicy = "batch",
-        burn_in: BurnIn | int | None = None,
-        generator: torch.Generator | None = None,
+        **common: Unpack[Common],
     ) -> None:
-        if not fixed_data:
+        if not common.get("fixed_data"):
             raise ValueError(
                 "ExactAdamMCMC needs fixed_data=True: the gradient of all data is part of its target, and on a minibatch it "
                 "would be another one at each step. For minibatches take Underdamped or MALA with FullData()."
@@ -359,13 +336,9 @@ class ExactAdamMCMC(_Exact):
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "sigma": sigma, "sigma_along": sigma_along},
-            target=Target(num_data, inverse_temperature, prior),
-            acceptance=None,
-            examples=None,
-            fixed_data=fixed_data,
-            batch_norm=batch_norm,
-            burn_in=burn_in,
-            generator=generator,
+            num_data=num_data,
+            prior=prior,
+            **common,
         )
 
     def _kernel(self, packing: Packing) -> Kernel:
@@ -379,54 +352,50 @@ class ExactAdamMCMC(_Exact):
             floor=self.floor,
         )
 
-    def _prepare(self, packing: Packing, potential: ClosurePotential, current: Leaves) -> None:
+    def prepare(self, potential: Any, state: ChainState) -> ChainState:
         """The pilot, before the first step."""
-        if self.momentum_spread is None:
-            if self._here is None:
-                self._here = potential.evaluate(current, with_grad=True)
-                self._layers.abort()
-            self._measure(potential, current, self._here)
+        state = super().prepare(potential, state)
+        if self.momentum_spread is not None:
+            return state
+        here = state.here
+        if here is None:
+            here = potential.evaluate(state.params, with_grad=True)
+            self.network.layers.abort()
+        self._measure(potential, state.params, here)
+        return state._replace(here=here, memory=None)
 
-    def _measure(self, potential: ClosurePotential, params: Leaves, here: Evaluation) -> None:
+    def _measure(self, potential: Any, params: Leaves, here: Evaluation) -> None:
         lr = max(float(lr) for lr in self._options("lr"))
         proposal = Prolate(self._sigmas(), self._sigma_along())
-        self._layers.begin()  # the pilot is no step: nothing of it stays
+        self.network.layers.begin()  # the pilot is no step: nothing of it stays
         try:
             self.momentum_spread = momentum_spread(potential, params, here, proposal, lr, self.generator)
         finally:
             potential.place(params)
-            self._layers.abort()
-        self._memory = None  # the momenta start anew, from their law given the weights
+            self.network.layers.abort()
 
-    def _adapt(self, packing: Packing, outcome: Outcome) -> None:
-        super()._adapt(packing, outcome)
-        assert self._adaptation is not None
-        if self._measures_spread and self._adaptation.has_new_window:
-            potential, state = outcome.potential, outcome.state
-            assert potential is not None
-            assert state is not None
+    def apply(self, change: Change, potential: Any, state: ChainState) -> None:
+        super().apply(change, potential, state)
+        adaptation = self.chains.adaptation
+        if self._measures_spread and adaptation is not None and adaptation.has_new_window:
             assert state.here is not None
             self._measure(potential, state.params, state.here)
+            self.chains.memory = None  # the momenta start afresh, from their law given the weights
 
     def _rescale(self, factor: float) -> None:
         for group in self.param_groups:
             group["sigma"] *= factor
 
-    def _gather(self, packing: Packing) -> NoisyMoments | None:
-        memory = self._memory
-        if memory is None or not _fits(memory.exp_avg, packing):
-            return None
-        return NoisyMoments(*memory)
+    def _gather(self, packing: Packing, memory: NoisyMoments | None) -> NoisyMoments | None:
+        return memory if memory is not None and _fits(memory.exp_avg, packing) else None
 
-    def _remember(self, fields: tuple[Any, ...]) -> NoisyMoments:
-        return NoisyMoments(*(tuple(leaves) for leaves in fields))
+    def why_not_stacked(self) -> str | None:
+        if self.momentum_spread is None:
+            return "ExactAdamMCMC measures its `momentum_spread` for one chain at a time: give it"
+        return super().why_not_stacked()
 
-    def state_dict(self) -> dict[str, Any]:
-        """As every sampler's, and the momentum spread that was measured."""
-        state = super().state_dict()
-        state["adammcmc"]["momentum_spread"] = self.momentum_spread
-        return state
+    def extra_state(self) -> dict[str, Any]:
+        return {"momentum_spread": self.momentum_spread}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.momentum_spread = state_dict["adammcmc"]["momentum_spread"]
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        self.momentum_spread = state["momentum_spread"]

@@ -1,10 +1,11 @@
 """How the parameters of a model lie in the leaves that a kernel computes on.
 
 Small parameters that share their hyper-parameters lie end to end in one flat leaf, so that a step costs a few operations, not
-a few for each tensor; a large one is a leaf of its own, and saves a copy. The model's parameters stay where they are: values
-are copied in and out, never re-pointed.
+a few for each tensor. A large one is a leaf of its own, which saves a copy. The model's parameters stay where they are: values
+are copied in and out, never re-pointed. In a live packing there are no copies: each leaf is a parameter's own memory, for
+backends that move the weights in place.
 
-Rows that are held (`padding_idx` of an embedding) are in no leaf: a kernel neither moves them nor counts them.
+Rows that are held (`padding_idx` of an embedding) are in no leaf: a kernel neither moves nor counts them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LARGE = 1 << 15
 
 
 class RowsToHold(Exception):
-    """The modules that a closure calls have padding rows which the layout does not hold: the step must begin anew."""
+    """The modules called by a closure have padding rows that the layout does not hold: the step must be repeated."""
 
 
 class Packing:
@@ -33,12 +34,19 @@ class Packing:
         params: the parameters.
         labels: small parameters with equal labels (and dtype) share a leaf; None gives even a small one a leaf of its own.
         held: by the index of a parameter, rows that stay as they are.
+        live: each leaf is the memory of one parameter (contiguous, without held rows).
     """
 
     def __init__(
-        self, params: Sequence[Parameter], labels: Sequence[Hashable | None], held: Mapping[int, Sequence[int]] | None = None
+        self,
+        params: Sequence[Parameter],
+        labels: Sequence[Hashable | None],
+        held: Mapping[int, Sequence[int]] | None = None,
+        *,
+        live: bool = False,
     ) -> None:
         self.params = list(params)
+        self.is_live = live
         self.held = {i: tuple(sorted(rows)) for i, rows in (held or {}).items() if rows}
         """By the index of a parameter, its rows that are not sampled."""
         self.free = {i: _others(params[i], rows) for i, rows in self.held.items()}
@@ -48,17 +56,17 @@ class Packing:
         ]
         """Of what is sampled of each parameter."""
         self._places = _places(params)
-        flat = [label is not None and p.numel() < _LARGE for p, label in zip(params, labels, strict=True)]
+        flat = [not live and label is not None and p.numel() < _LARGE for p, label in zip(params, labels, strict=True)]
         keys = [(label, p.dtype) if f else (i,) for i, (p, label, f) in enumerate(zip(params, labels, flat, strict=True))]
         self.members = [[i for i, key in enumerate(keys) if key == leaf] for leaf in dict.fromkeys(keys)]
         """For each leaf the indices of its parameters."""
         self._flat = [flat[members[0]] for members in self.members]
         self._views: dict[int, tuple[Leaves, list[Tensor]]] = {}
-        self._memory: list[Leaves | None] = [None, None]
+        self._memory: list[Leaves | None] = [tuple(p.detach()[None] for p in params) if live else None, None]
         self.zero = torch.zeros(1, dtype=torch.float64, device=params[0].device)
         """The log density of a flat prior."""
         self.last_grads: Sequence[Tensor] = ()
-        """What autograd returned last; let go just before it is asked again, so that it finds its memory still mapped."""
+        """What autograd returned last; released just before the next call, so that its memory is still mapped."""
 
     def fits(self, params: Sequence[Parameter]) -> bool:
         """Whether this is the layout of these parameters, in their present dtype and place."""
@@ -79,12 +87,12 @@ class Packing:
 
     @property
     def current(self) -> Leaves:
-        """Memory for the current point, taken once."""
+        """Memory for the current point, allocated once."""
         return self._lasting(0)
 
     @property
     def proposed(self) -> Leaves:
-        """Memory for the proposed point, taken when it is first asked for."""
+        """Memory for a second point, allocated on first use."""
         return self._lasting(1)
 
     def new(self) -> Leaves:
@@ -97,7 +105,7 @@ class Packing:
         return tuple(leaves)
 
     def _lasting(self, which: int) -> Leaves:
-        """Leaves for use at every step: memory that a step took and gave back would be paid for page by page."""
+        """Leaves for use at every step: memory that a step allocates and frees is paid for page by page."""
         if (leaves := self._memory[which]) is None:
             leaves = self._memory[which] = self.new()
             self._views[id(leaves)] = (leaves, self._cut(leaves))
@@ -121,7 +129,8 @@ class Packing:
 
     def pack(self, tensors: Sequence[Tensor], into: Leaves) -> Leaves:
         """Copy values in the parameters' shapes into leaves, which are returned."""
-        torch._foreach_copy_(self.views(into), self.sampled(tensors))
+        if not (self.is_live and into is self._memory[0]):
+            torch._foreach_copy_(self.views(into), self.sampled(tensors))
         return into
 
     def sampled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -154,6 +163,8 @@ class Packing:
 
     def write(self, leaves: Leaves) -> None:
         """Copy the leaves' values into the parameters themselves, in place."""
+        if self.is_live and leaves is self._memory[0]:
+            return
         with torch.no_grad():
             torch._foreach_copy_(tuple(self.params), self.whole(leaves))
 

@@ -1,4 +1,4 @@
-"""A progress bar on long work: steps per second, time left and a line of numbers; silent when nobody watches."""
+"""A progress bar: steps per second, time left and a line of numbers; silent without a terminal."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ _T = TypeVar("_T")
 
 
 class Bar:
-    """A bar on standard error, or nothing.
-
-    Args:
-        display: rich's; None shows nothing.
-        description: what is done.
-        unit: what is counted.
-    """
+    """A bar on standard error, drawn by rich; without a `display` it shows nothing."""
 
     def __init__(self, display: Any, description: str, unit: str = "steps") -> None:
         self._display, self._unit = display, unit
@@ -31,7 +25,7 @@ class Bar:
         self._shown = 0.0
 
     def update(self, done: int, total: int | None, status: Callable[[], str] | None = None) -> None:
-        """So many of so many (None: nobody knows yet). `status` is asked a few times a second only."""
+        """Show `done` of `total` (None: not known yet). `status` is called only a few times a second."""
         if self._display is None:
             return
         now = time.monotonic()
@@ -48,31 +42,34 @@ class Bar:
 
 @contextmanager
 def show_bar(description: str, *, show: bool = True, unit: str = "steps") -> Iterator[Bar]:
-    """A bar; one that shows nothing if standard error is no terminal or rich is missing."""
-    if not (show and sys.stderr.isatty()):
-        yield Bar(None, description)
-        return
+    """A bar that shows nothing if standard error is not a terminal or rich is missing."""
+    display = _display() if show and sys.stderr.isatty() else None
+    try:
+        yield Bar(display, description, unit)
+    finally:
+        if display is not None:
+            with suppress(OSError):  # a closed terminal must not hide the error that ended the work
+                display.stop()
+
+
+def _display() -> Any:
+    """rich's progress display, started; None without rich."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
-        yield Bar(None, description)
-        return
-    columns = (
+        return None
+    display = Progress(
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=10),  # all of it must fit into 80 columns
+        BarColumn(bar_width=10),  # everything must fit into 80 columns
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
         TextColumn("{task.fields[status]}", markup=False),
+        console=Console(stderr=True),
     )
-    display = Progress(*columns, console=Console(stderr=True))
     display.start()
-    try:
-        yield Bar(display, description, unit)
-    finally:
-        with suppress(OSError):  # a terminal that was closed must not hide what ended the work
-            display.stop()
+    return display
 
 
 def track(
@@ -83,10 +80,7 @@ def track(
     show: bool = True,
     status: Callable[[], str] | None = None,
 ) -> Iterator[_T]:
-    """Yield from `steps` under a progress bar on standard error; only yield if that is no terminal or rich is missing.
-
-    `status` is called a few times a second for the text after the bar: the place for loss and acceptance.
-    """
+    """Yield from `steps` under a bar (see `show_bar`); `status` is the text after it, such as loss and acceptance."""
     if total is None and isinstance(steps, Sized):
         total = len(steps)
     with show_bar(description, show=show) as bar:

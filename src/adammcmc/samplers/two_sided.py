@@ -1,4 +1,4 @@
-"""The two-sided test of a kernel: start it above and below, and watch U."""
+"""The two-sided test of a kernel: start it above and below the target's level of U, and compare."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["TwoSided", "two_sided"]
 
 @dataclass(frozen=True)
 class TwoSided:
-    """What became of U from either side."""
+    """U from either side, and the verdict."""
 
     from_reference: Tensor
     """U along the chains that started from draws of the target, (chains, steps)."""
@@ -30,20 +30,17 @@ class TwoSided:
 
     def late(self, trace: Tensor) -> tuple[float, float]:
         """Mean of U over the last quarter, and its standard error from the spread between the chains."""
-        means = trace[:, -max(1, trace.shape[1] // 4) :].mean(1)
-        return float(means.mean()), float(means.std() / math.sqrt(len(means)))
+        return _mean_of_chains(trace[:, -max(1, trace.shape[1] // 4) :].mean(1))
 
     @property
     def drift(self) -> float:
-        """How far the chains from the reference moved away from its level, in standard errors."""
-        mean, error = self.late(self.from_reference)
-        return (mean - self.level) / max(math.hypot(error, self.level_error), 1e-300)
+        """The distance of the chains from the reference's level at the end, in standard errors."""
+        return _distance(self.late(self.from_reference), (self.level, self.level_error))
 
     @property
     def gap(self) -> float:
-        """How far apart the two sides are at the end, in standard errors."""
-        (above, e1), (below, e2) = self.late(self.from_reference), self.late(self.from_optimum)
-        return (above - below) / max(math.hypot(e1, e2), 1e-300)
+        """The distance between the two sides at the end, in standard errors."""
+        return _distance(self.late(self.from_reference), self.late(self.from_optimum))
 
     @property
     def stays(self) -> bool:
@@ -57,22 +54,29 @@ class TwoSided:
 
     @property
     def verdict(self) -> str:
-        """In words."""
-        (late, late_error), (optimum, optimum_error) = self.late(self.from_reference), self.late(self.from_optimum)
-        level = f"{self.level:.4g} +- {self.level_error:.2g}"
-        above, below = f"{late:.4g} +- {late_error:.2g}", f"{optimum:.4g} +- {optimum_error:.2g}"
-        first = self.from_optimum[:, 0]
-        error = math.hypot(float(first.std()) / math.sqrt(len(first)), self.level_error)
-        if self.stays and abs(float(first.mean()) - self.level) < 4 * error:
-            return f"undecided: both sides started at one level of U, {level}, so that staying there proves little"
+        """The verdict in words."""
+        reference = self.level, self.level_error
+        pairs = reference, self.late(self.from_reference), self.late(self.from_optimum)
+        level, above, below = (f"{value:.4g} +- {error:.2g}" for value, error in pairs)
+        if self.stays and abs(_distance(_mean_of_chains(self.from_optimum[:, 0]), reference)) < 4:
+            return f"undecided: both sides started at the same level of U, {level}, so staying there proves little"
+        kept = f"from draws of the target (U {level}) U stays, at {above}"
         if self.stays and self.meets:
-            return (
-                f"agrees: from draws of the target (U {level}) U stays, at {above}, and from the optimum it arrives, at {below}"
-            )
+            return f"agrees: {kept}, and from the optimum it arrives, at {below}"
         if self.stays:
-            return f"not mixed: from draws of the target (U {level}) U stays, at {above}, but from the optimum it is at {below}"
+            return f"not mixed: {kept}, but from the optimum it is at {below}"
         meets = f", where it also arrives from the optimum ({below})" if self.meets else ""
         return f"samples another distribution: from draws of the target, U leaves {level} for {above}{meets}"
+
+
+def _mean_of_chains(values: Tensor) -> tuple[float, float]:
+    """Mean and standard error."""
+    return float(values.mean()), float(values.std() / math.sqrt(len(values)))
+
+
+def _distance(a: tuple[float, float], b: tuple[float, float]) -> float:
+    """Between two means, in standard errors."""
+    return (a[0] - b[0]) / max(math.hypot(a[1], b[1]), 1e-300)
 
 
 def two_sided(
@@ -85,15 +89,15 @@ def two_sided(
     seed: int = 0,
     progress: bool = True,
 ) -> TwoSided:
-    """Start a kernel from draws of the target and from an optimum, and watch U: the decisive check of any kernel.
+    """Start a kernel from draws of the target and from an optimum, and compare U: the decisive check of any kernel.
 
-    An exact kernel stays at the level of the target from the one side and arrives there from the other. A biased one leaves it,
-    however good its acceptance looks.
+    An exact kernel stays at the level of the target from one side and arrives there from the other. A biased one leaves
+    it, however good its acceptance looks.
 
     Args:
         log_density: as in `sample_density`.
-        kernel: with its settings fixed; adapt it before.
-        reference: draws from the target (from an exact run), one for each chain; at least 8.
+        kernel: with fixed settings; adapt it first.
+        reference: draws from the target (from an exact run), one per chain; at least 8.
         optimum: as many starting points at an optimum.
         num_steps: steps of each chain.
         seed: fixes every random number.
@@ -111,8 +115,7 @@ def two_sided(
     """
     for name, value in (("reference", reference), ("optimum", optimum)):
         if (count := len(flatten(value)[0][0])) < 8:
-            raise ValueError(f"`{name}` must hold at least 8 starting points, one for each chain, got {count}.")
+            raise ValueError(f"`{name}` must hold at least 8 starting points, one per chain, got {count}.")
     _, above = sample_density(log_density, reference, kernel, num_steps=num_steps, seed=seed, progress=progress)
     _, below = sample_density(log_density, optimum, kernel, num_steps=num_steps, seed=seed + 1, progress=progress)
-    start = above.potential[:, 0]
-    return TwoSided(above.potential, below.potential, float(start.mean()), float(start.std() / math.sqrt(len(start))))
+    return TwoSided(above.potential, below.potential, *_mean_of_chains(above.potential[:, 0]))

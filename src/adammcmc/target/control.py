@@ -1,11 +1,11 @@
-r"""Control variates: what a Taylor polynomial knows of the losses need not be estimated.
+r"""Control variates: the part of the losses given by a Taylor polynomial need not be estimated.
 
     T_i(theta) = l_i + g_i . e + e' H_i e / 2,    e = theta - reference;  l_i, g_i, H_i at the reference
     T_i(tau) - T_i(theta) = g_i . d + d' H_i (tau + theta - 2 reference) / 2,    d = tau - theta
 
-The sum over all i is known exactly from G = sum g_i and H = sum H_i, kept in float64 after one pass over the data. A test
-then estimates only the sum of what is left, D_i - (T_i(tau) - T_i(theta)), which is small where the chain stays near the
-reference: any test, since the `Comparison` takes it off and adds it again. No reference makes an unbiased estimate biased.
+The sum over all i is known exactly from G = sum g_i and H = sum H_i, kept in float64 after one pass over the data. A
+test then estimates only the sum of the remainders D_i - (T_i(tau) - T_i(theta)), which are small near the reference.
+This works with any test, since `Comparison` subtracts and adds it. No choice of reference biases an unbiased estimate.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from adammcmc.target.leaves import Leaves
 __all__ = ["Control", "ControlVariate", "Taylor", "check_order"]
 
 _CHUNK = 1024
-_COLUMNS = 64  # of the Hessian at once: so many times the memory of a forward
-_MOST_PARAMS = 2000  # whose Hessian, P x P in float64, is kept
+_COLUMNS = 64  # of the Hessian at once: this many times the memory of a forward pass
+_MOST_PARAMS = 2000  # for a Hessian, P x P in float64
 
 
 class Control(Protocol):
-    """What is known of the change of the losses."""
+    """The known part of the change of the losses."""
 
     @property
     def order(self) -> int:
-        """Of the polynomial."""
+        """Order of the polynomial."""
         ...
 
     @property
     def reference(self) -> Leaves:
-        """Where it is expanded, with a chain axis of length 1."""
+        """The expansion point, with a chain axis of length 1."""
         ...
 
     def total(self, params: Leaves, proposed: Leaves) -> Tensor:
@@ -48,7 +48,7 @@ class Control(Protocol):
         ...
 
     def differences(self, params: Leaves, proposed: Leaves, indices: slice | Tensor) -> Tensor:
-        """T_i(tau) - T_i(theta) of chosen examples, (chains, examples), float64."""
+        """T_i(tau) - T_i(theta) of selected examples, (chains, examples), float64."""
         ...
 
 
@@ -57,7 +57,7 @@ class ControlVariate:
     """A Taylor polynomial of each loss at a reference, near which the chains run.
 
     Args:
-        reference: in the structure of the parameters, without a chain axis; best the mode, or a point near the mean.
+        reference: in the structure of the parameters, without a chain axis; ideally the mode, or a point near the mean.
         order: 1 (gradients: any number of parameters) or 2 (Hessians too: up to 2000).
     """
 
@@ -69,18 +69,18 @@ class ControlVariate:
 
 
 def check_order(order: int, num_params: int = 0) -> None:
-    """The sum of the Hessians is kept: d' H e of a network by products would be a pass over all data at each step."""
+    """The summed Hessian is stored: Hessian-vector products would need a pass over all data at each step."""
     if type(order) is not int or order not in (1, 2):
         raise ValueError(f"`order` must be 1 or 2, got {order!r}.")
     if order == 2 and num_params > _MOST_PARAMS:
         raise ValueError(
-            f"a control variate of order 2 keeps the Hessian of all {num_params} parameters, and {_MOST_PARAMS} are the most. "
-            "Take order=1."
+            f"a control variate of order 2 stores the Hessian of {num_params} parameters; the limit is {_MOST_PARAMS}. "
+            "Use order=1."
         )
 
 
 class Taylor:
-    """A control variate for a loss that is a function of one chain's parameters and some rows of the data.
+    """A control variate for a loss of one chain's parameters and some rows of the data.
 
     Args:
         losses: (leaves of one chain, rows of the tensors) -> (rows,).
@@ -118,7 +118,7 @@ class Taylor:
         return tuple(x[None] for x in self._reference)
 
     def total(self, params: Leaves, proposed: Leaves) -> Tensor:
-        # (moves in the dtype that `differences` has them in: what is added here is what is taken off there)
+        # (moves in the dtype used by `differences`, so that what is added here is what is subtracted there)
         step, middle = (_flat(x) for x in self._moves(params, proposed))
         known = step @ self._grad
         return known if self.order == 1 else known + 0.5 * ((step @ self._hessian) * middle).sum(1)
@@ -149,7 +149,7 @@ class Taylor:
 
 @functools.cache
 def _load_forward_mode() -> None:
-    """torch warns of its own scripts when it first differentiates forward; a user can do nothing about that."""
+    """On its first use of forward mode, torch warns about scripts of its own; a user can do nothing about that."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))

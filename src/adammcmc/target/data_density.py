@@ -1,4 +1,4 @@
-"""The target of a sum of losses over data, of many chains at once: the functional door with examples."""
+"""A sum of losses over data, of many chains at once, as a target."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ from adammcmc.errors import PerExampleLossRequired
 from adammcmc.target.control import Control, ControlVariate, Taylor
 from adammcmc.target.keyed import keys, order
 from adammcmc.target.leaves import Leaves, flatten, unflatten
+from adammcmc.target.potential import Evaluation, potential_difference
+from adammcmc.target.priors import Prior
 from adammcmc.target.randomness import Randomness
-from adammcmc.target.target import Evaluation, Prior, potential_difference
+from adammcmc.target.sums import sums
 
 __all__ = ["DataDensity"]
 
-_CHECKS = 4  # points at which is looked whether examples know of each other: at the first all losses may be alike
-_FEW = 16  # examples that are looked at then
+_CHECKS = 4  # points at which the independence of the examples is checked: at the first all losses may be equal
+_FEW = 16  # examples in such a check
 
 
 class DataDensity:
     r"""exp(-U) with U(theta) = lambda * sum_i l_i(theta) - log prior(theta), for `sample_density`, many chains at once.
 
-    With `batch_size` each chain takes its gradients on a batch of its own, a new one at each step and the same on both sides
-    of it; what the acceptance test looks at is its own business. Data stay where they are.
+    With `batch_size`, each chain takes its gradients on a batch of its own, a new one at each step and the same at both
+    ends of the step; the acceptance test may use other examples. The data stay on their device.
 
     Args:
-        loss: loss(params, *rows) of ONE chain, its parameters without a chain axis, and some rows of the tensors: one number
-            for each row, shape (rows,), which must not depend on the other rows. It is called under `torch.func.vmap`.
-        *tensors: the data, one row for each example.
+        loss: loss(params, *rows) of ONE chain, with its parameters without a chain axis and some rows of the tensors:
+            one number per row, shape (rows,), independent of the other rows. It is called under `torch.func.vmap`.
+        *tensors: the data, one row per example.
         prior: on the parameters; None is flat.
         inverse_temperature: lambda; 1 is Bayes.
-        batch_size: examples of a gradient; None is all of them, and every test is then exact.
-        like: parameters whose structure `loss` takes, if they are not one tensor.
-        control_variate: for tests that choose their own examples; costs one pass over the data here, and at each example that
-            a test looks at a few forwards more. Of no use where `batch_size` is None.
+        batch_size: examples per gradient; None is all of them, and every test is then exact.
+        like: parameters with the structure that `loss` takes, if they are not one tensor.
+        control_variate: for tests that select examples. It costs one pass over the data here, and a few more forward
+            passes of each selected example. Of no use if `batch_size` is None.
 
     Example:
         >>> import adammcmc, torch.nn.functional as F
         >>> x, y = torch.randn(1000, 3), torch.randint(2, (1000,)) * 2.0 - 1
-        >>> target = DataDensity(lambda w, x, y: F.softplus(-y * (x @ w)), x, y, prior=adammcmc.Gaussian(), batch_size=10)
-        >>> kernel = adammcmc.kernels.adam_mcmc(0.0, sigma=0.03, acceptance=adammcmc.acceptance.Barker())
+        >>> target = DataDensity(lambda w, x, y: F.softplus(-y * (x @ w)), x, y, prior=adammcmc.Gaussian(),
+        batch_size=10) >>> kernel = adammcmc.kernels.adam_mcmc(0.0, sigma=0.03, acceptance=adammcmc.acceptance.Barker())
         >>> draws, info = adammcmc.sample_density(target, torch.zeros(20, 3), kernel, num_steps=10)
         >>> draws.shape, info.num_examples.shape
         (torch.Size([20, 10, 3]), torch.Size([20, 10]))
@@ -85,13 +87,13 @@ class DataDensity:
             reference, structure = flatten(control_variate.reference)
             if structure != self._structure:
                 raise ValueError("the reference of the control variate must have the structure of the parameters (`like`).")
-            self._check_company(tuple(x[None] for x in reference))
+            self._check_independence(tuple(x[None] for x in reference))
             self.control = Taylor(self._one, tensors, reference, control_variate.order)
         self.known: tuple[Leaves, Leaves] | None = None
         """The first point of this step with a gradient, and the gradient of V there."""
 
     def next_batch(self, params: Leaves, generator: Randomness) -> DataDensity:
-        """The potential of one step: itself where all data are looked at, otherwise with a new batch for each chain."""
+        """The potential of one step: itself for full-data gradients, otherwise with a new batch per chain."""
         if self.batch_size is None:
             return self
         step = copy.copy(self)
@@ -106,8 +108,8 @@ class DataDensity:
             log_prior = self._log_prior(leaves)
             if not with_grad:
                 return Evaluation(losses, log_prior, None)
-            # chains do not meet in the sum, so that its gradient is that of each chain
-            total = losses.mean(1).sum()
+            # the chains are independent terms of the sum, so its gradient holds that of each chain
+            total = sums.mean_over_examples(losses).sum()
             if log_prior.requires_grad:
                 total = total - log_prior.sum() / self.scale
             grad = torch.autograd.grad(total, leaves, materialize_grads=True)
@@ -116,12 +118,12 @@ class DataDensity:
         return Evaluation(losses.detach(), log_prior.detach(), grad)
 
     def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
-        rows = (weights != 0).any(0).nonzero().flatten()  # of all chains together
+        rows = (weights != 0).any(0).nonzero().flatten()  # for any chain
         with torch.enable_grad():
             leaves = tuple(x.detach().requires_grad_() for x in params)
             own = weights[:, rows]
-            losses = torch.where(own != 0, self._losses(leaves, rows), 0.0)  # those of other chains' batches may be anything
-            total = (losses.double() * own).sum(1) / self.num_examples
+            losses = torch.where(own != 0, self._losses(leaves, rows), 0.0)  # losses in other chains' batches may be anything
+            total = sums.over_examples((losses.double() * own).sum(1)) / self.num_examples
             log_prior = self._log_prior(leaves)
             grad = torch.autograd.grad((total - log_prior / self.scale).sum(), leaves, materialize_grads=True)
         return Evaluation(total.detach(), log_prior.detach(), grad)
@@ -145,8 +147,8 @@ class DataDensity:
     def _one(self, leaves: Leaves, rows: list[Tensor]) -> Tensor:
         return self._loss(unflatten(leaves, self._structure), *rows)
 
-    def _check_company(self, params: Leaves) -> None:
-        """Losses of some examples of the first chain, together against in two parts."""
+    def _check_independence(self, params: Leaves) -> None:
+        """Compare the losses of some examples of the first chain, evaluated together and in two halves."""
         few = torch.linspace(0, self.num_examples - 1, min(_FEW, self.num_examples)).long()
         rows = [t[few.to(t.device)] for t in self._tensors]
         first = tuple(x[:1].detach() for x in params)
@@ -157,27 +159,27 @@ class DataDensity:
         middle = len(few) // 2
         with torch.no_grad():
             together = losses(slice(None))
-            if middle == 0 or together.shape != (1, len(few)):  # nothing to compare, or the mistake of another check
+            if middle == 0 or together.shape != (1, len(few)):  # nothing to compare, or an error for another check
                 return
             parts = torch.cat([losses(slice(0, middle)), losses(slice(middle, None))], 1)
         if not torch.allclose(together, parts, rtol=1e-3, atol=1e-5, equal_nan=True):
             raise PerExampleLossRequired(
-                "the loss of an example depends on the examples that it is evaluated with (a mean over them, statistics of the "
-                f"batch?): {len(few)} losses differ from those of the halves by up to "
-                f"{float((together - parts).abs().max()):.3g}. A density of all data together goes into `sample_density` as a "
-                "function of its own."
+                "the loss of an example depends on the examples that it is evaluated with (a mean over them, batch "
+                f"statistics?): {len(few)} losses differ from those of the halves by up to "
+                f"{float((together - parts).abs().max()):.3g}. Pass a density of all data together to "
+                "`sample_density` as a plain function."
             )
 
     def _losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
         if next(self._checks, None) is not None:
-            self._check_company(params)
+            self._check_independence(params)
         rows = [t[indices] for t in self._tensors]
         own = 0 if isinstance(indices, Tensor) and indices.dim() > 1 else None
         shape = (params[0].shape[0], *(rows[0].shape[:2] if own == 0 else rows[0].shape[:1])[-1:])
         losses = vmap(self._one, in_dims=(0, own))(params, rows)
         if losses.shape != shape:
             raise ValueError(
-                f"`loss` must return one loss for each example, shape {shape[1:]}, got {tuple(losses.shape[1:])}. Most losses "
-                'do with reduction="none".'
+                f"`loss` must return one loss for each example, shape {shape[1:]}, got {tuple(losses.shape[1:])}. Most "
+                'losses do with reduction="none".'
             )
         return losses

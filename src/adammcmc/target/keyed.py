@@ -1,6 +1,6 @@
-"""Random numbers that are a function of a key and a place: chains that need different amounts do not disturb each other.
+"""Random numbers as a function of a key and a position, so that chains can use different amounts independently.
 
-A chain draws one key from its stream; all that it looks up comes from the key by SplitMix64 (Steele, Lea and Flood 2014).
+A chain draws one key from its stream; further numbers follow from it by SplitMix64 (Steele, Lea and Flood 2014).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ def keys(num_chains: int, device: torch.device, generator: Randomness) -> Tensor
 
 
 def numbers(key: Tensor, count: int, stream: int = 0) -> Tensor:
-    """The first `count` uniform numbers in [0, 1) of each key, (keys, count), float64: SplitMix64 started at the key."""
+    """The first `count` uniform numbers in [0, 1) of each key, (keys, count), float64: SplitMix64 from the key."""
     place = torch.arange(1 + (stream << 40), 1 + (stream << 40) + count, device=key.device)
-    x = key[:, None] + place * -0x61C8864680B583EB  # 0x9E37...15, and sums that overflow are meant
+    x = key[:, None] + place * -0x61C8864680B583EB  # 0x9E37...15; overflow is intended
     x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47
     x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15
     return _shifted(x ^ _shifted(x, 31), 11).double() * 2.0**-53
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """Right, with zeros from the left."""
+    """Logical shift to the right."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def order(key: Tensor, n: int, count: int) -> Tensor:
-    """The first `count` of 0 ... n - 1 in a random order, (keys, count): uniform numbers without those that came before.
+    """The first `count` of 0 ... n - 1 in random order, (keys, count): uniform numbers without repetitions.
 
-    It costs what `count` numbers cost, not n, as long as `count` is not nearly n. A longer order begins with a shorter one.
+    The cost grows with `count`, not n, unless `count` is nearly n. A shorter order is a prefix of a longer one.
     """
     expected = -n * math.log1p(-count / (n + 1))
     num = math.ceil(expected + 6 * math.sqrt(expected)) + 16
@@ -51,7 +51,7 @@ def order(key: Tensor, n: int, count: int) -> Tensor:
         if bool((rank[:, -1] >= count - 1).all()):
             break
         num *= 2
-    rank = torch.where(is_new & (rank < count), rank, count)  # the rest goes to one place behind
+    rank = torch.where(is_new & (rank < count), rank, count)  # the rest goes to an extra last column
     return values.new_empty(len(key), count + 1).scatter_(1, rank, values)[:, :count]
 
 

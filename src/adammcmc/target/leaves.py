@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from adammcmc.target.randomness import Randomness, normal
+from adammcmc.target.randomness import Randomness, Streams, normal
+from adammcmc.target.sums import sums
 
 __all__ = [
     "Leaves",
@@ -106,9 +107,9 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
     """The dot product of two leaves for each chain, (chains,), in float64 (block by block, to spare memory)."""
     a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
     if a.is_cuda:  # products in their own dtype, sums in float64: a third of the memory traffic, rounding of 6e-8 each
-        return (a * b).sum(1, dtype=torch.float64)
-    sums = [_dot(a[:, s].double(), b[:, s].double()) for s in blocks(a.shape[1])]
-    return functools.reduce(torch.add, sums)
+        return sums.over_parameters((a * b).sum(1, dtype=torch.float64))
+    parts = [_dot(a[:, s].double(), b[:, s].double()) for s in blocks(a.shape[1])]
+    return sums.over_parameters(functools.reduce(torch.add, parts))
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
@@ -140,7 +141,9 @@ def select(mask: Tensor, yes: Leaves, no: Leaves) -> Leaves:
 
 
 def standard_normal(like: Sequence[Tensor], generator: Randomness) -> Leaves:
-    """Independent N(0, 1) numbers in the shapes of `like`, drawn leaf by leaf."""
+    """Independent N(0, 1) numbers in the shapes of `like`: every kernel's noise on its weights is drawn here."""
+    if isinstance(generator, Streams):
+        return generator.normals(like)
     return tuple(normal(x.shape, x.dtype, x.device, generator) for x in like)
 
 

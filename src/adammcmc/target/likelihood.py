@@ -1,7 +1,7 @@
-"""What a loss makes of a network's outputs: losses of single examples, and what the outputs mean.
+"""Losses: per-example losses of a network's outputs, and the meaning of these outputs.
 
-The likelihood of an example is exp(-loss). Cross entropy says that outputs are logits of classes, squared error that they are
-values; prediction needs to know.
+The likelihood of an example is exp(-loss). Cross entropy implies that outputs are class logits, squared error that they
+are values; prediction depends on it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = ["LIKELIHOODS", "DataExamples", "GaussianNLL", "Likelihood", "Loss", "
 
 
 class Likelihood(NamedTuple):
-    """What the outputs of a network mean.
+    """The meaning of a network's outputs.
 
-    `name` is "categorical" (logits of classes, along axis 1), "log_categorical" (their log probabilities), "bernoulli" (one
-    logit for each output), "bernoulli_probabilities", "gaussian" (mean values with known noise, or means and log variances),
-    or "values" (nothing is known).
+    `name` is "categorical" (class logits, along axis 1), "log_categorical" (log probabilities), "bernoulli" (one logit
+    per output), "bernoulli_probabilities", "gaussian" (mean values with known noise, or means and log variances), or
+    "values" (unknown).
     """
 
     name: str
     noise: float | None = None
-    """Standard deviation of Gaussian noise; None where the network predicts it (or there is none)."""
+    """Standard deviation of Gaussian noise; None if the network predicts it (or there is none)."""
 
     @property
     def has_classes(self) -> bool:
-        """Whether predictions are probabilities of classes."""
+        """Whether predictions are class probabilities."""
         return self.name in _TO_PROBABILITIES
 
     def predictions(self, outputs: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Likelihood(NamedTuple):
         return self._halves(outputs)[0] if self.predicts_noise else outputs
 
     def variances(self, outputs: Tensor) -> Tensor | None:
-        """Of the noise around the predictions; None where there is none to speak of."""
+        """Variances of the noise around the predictions; None if the likelihood has no noise model."""
         if self.name != "gaussian":
             return None
         if self.predicts_noise:
@@ -63,18 +63,18 @@ class Likelihood(NamedTuple):
 
     @property
     def predicts_noise(self) -> bool:
-        """Whether the network returns a variance of its own beside each mean."""
+        """Whether the network returns a variance with each mean."""
         return self.name == "gaussian" and self.noise is None
 
     @staticmethod
     def _halves(outputs: Tensor) -> tuple[Tensor, Tensor]:
         if outputs.dim() < 2 or outputs.shape[1] % 2:
             raise ValueError(
-                f"a network that predicts its noise must return means and log variances side by side, shape (batch, 2 k), got "
-                f"{tuple(outputs.shape)}. For a network that returns means alone, give the noise: GaussianNLL(0.1)."
+                f"a network that predicts its noise must return means and log variances side by side, shape (batch, 2 "
+                f"k), got {tuple(outputs.shape)}. For a network that returns means alone, give the noise: GaussianNLL(0.1)."
             )
-        first, second = outputs.chunk(2, 1)
-        return first, second
+        means, log_variances = outputs.chunk(2, 1)
+        return means, log_variances
 
 
 _TO_PROBABILITIES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -84,6 +84,7 @@ _TO_PROBABILITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "bernoulli_probabilities": lambda outputs: outputs,
 }
 LIKELIHOODS = (*_TO_PROBABILITIES, "gaussian", "values")
+_MODEL_NAMES = ("model", "module", "net", "network")
 _KNOWN: dict[Any, str] = {
     F.cross_entropy: "categorical",
     nn.CrossEntropyLoss: "categorical",
@@ -98,13 +99,13 @@ _KNOWN: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class GaussianNLL:
-    """The loss of regression: -log N(y; f(x), noise^2), for each example summed over its outputs.
+    """The regression loss -log N(y; f(x), noise^2), summed over the outputs of an example.
 
         l_i = sum_k (y_ik - f_ik)^2 / (2 noise^2) + log noise + log(2 pi) / 2
 
     Args:
-        noise: standard deviation of the noise on a target. None, the default: the network predicts it, and returns means and
-            log variances side by side, (batch, 2 k) for k targets.
+        noise: standard deviation of the noise on a target. With None, the default, the network predicts it: it returns
+            means and log variances side by side, (batch, 2 k) for k targets.
     """
 
     noise: float | None = None
@@ -115,7 +116,7 @@ class GaussianNLL:
 
     @property
     def likelihood(self) -> Likelihood:
-        """What it says about outputs."""
+        """The meaning of the outputs."""
         return Likelihood("gaussian", self.noise)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -125,8 +126,8 @@ class GaussianNLL:
             if self.noise is None and outputs.shape == targets.shape:
                 hint = "For a network that returns means alone, give the noise: GaussianNLL(0.1)."
             raise ValueError(
-                f"the network predicts means of shape {tuple(mean.shape)}, the targets have shape {tuple(targets.shape)}: they "
-                f"must be equal. {hint}"
+                f"the network predicts means of shape {tuple(mean.shape)}, the targets have shape "
+                f"{tuple(targets.shape)}: they must be equal. {hint}"
             )
         variance = self.likelihood.variances(outputs)
         assert variance is not None
@@ -135,7 +136,7 @@ class GaussianNLL:
 
 
 def as_likelihood(given: str | Likelihood) -> Likelihood:
-    """What a user calls a likelihood, checked."""
+    """A likelihood given by name, or as such."""
     if isinstance(given, Likelihood):
         return given
     if given not in LIKELIHOODS:
@@ -144,14 +145,13 @@ def as_likelihood(given: str | Likelihood) -> Likelihood:
 
 
 def likelihood_of(loss: Callable[..., Any]) -> Likelihood:
-    """What a loss says about the outputs; "values" for a loss that is not known.
+    """The likelihood that a loss implies; "values" for an unknown loss.
 
     Example:
         >>> likelihood_of(functools.partial(F.cross_entropy, label_smoothing=0.1)).name
         'categorical'
     """
-    while isinstance(loss, functools.partial):
-        loss = loss.func
+    loss = _unwrapped(loss)
     if isinstance(known := getattr(loss, "likelihood", None), Likelihood):
         return known
     for key, name in _KNOWN.items():
@@ -161,14 +161,14 @@ def likelihood_of(loss: Callable[..., Any]) -> Likelihood:
 
 
 class Loss:
-    """A user's loss as losses of single examples (or, if it gives no more, the mean) of a model and a batch.
+    """A user's loss as per-example losses of a model and a batch (or as their mean, if the loss returns no more).
 
     Args:
-        function: of outputs and targets, such as `F.cross_entropy` (called with reduction="none" where it takes it): a batch is
-            then (inputs, targets) or (input, input, ..., targets). Or of model and batch: its first argument is called
-            "model", or is annotated as a module, or there are no targets.
+        function: of outputs and targets, such as `F.cross_entropy` (called with reduction="none" if it takes that): a
+            batch is then (inputs, targets) or (input, input, ..., targets). Or of model and batch, if its first
+            argument is called "model" or annotated as a module, or if there are no targets.
 
-    An example with several losses, (batch, k), has their mean, as reduction="mean" has.
+    If an example has several losses, (batch, k), they are averaged, as with reduction="mean".
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -177,9 +177,9 @@ class Loss:
         self.name = _name(function)
         _refuse(function, self.name)
         self.num_averaged = 1
-        """How many losses an example had at the last call, of which it has the mean."""
+        """How many losses of an example were averaged at the last call."""
         self.description = _description(function)
-        """Tells it from other losses, as far as can be seen."""
+        """Text that distinguishes it from other losses, as far as possible."""
         if isinstance(function, nn.Module) and isinstance(getattr(function, "reduction", None), str):
             function = copy.copy(function)
             function.reduction = "none"  # type: ignore[assignment]
@@ -190,15 +190,9 @@ class Loss:
 
     def takes_model(self, batch: Batch) -> bool:
         """Whether it is a function of model and batch, not of outputs and targets."""
-        if self._first in ("model", "module", "net", "network") or self._is_module(self._annotation):
-            return True
-        return not isinstance(batch, tuple | list) or len(batch) < 2
-
-    @staticmethod
-    def _is_module(annotation: Any) -> bool:
-        return (isinstance(annotation, type) and issubclass(annotation, nn.Module)) or (
-            isinstance(annotation, str) and annotation.split(".")[-1] == "Module"
-        )
+        kind = self._annotation
+        is_module = issubclass(kind, nn.Module) if isinstance(kind, type) else str(kind).split(".")[-1] == "Module"
+        return self._first in _MODEL_NAMES or is_module or not isinstance(batch, tuple | list) or len(batch) < 2
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         if self.takes_model(batch):
@@ -214,8 +208,8 @@ class Loss:
         if outputs.shape != targets.shape and losses.numel() > max(outputs.numel(), targets.numel()):
             raise ValueError(
                 f"`{self.name}` compared every output with every target: outputs {tuple(outputs.shape)} and targets "
-                f"{tuple(targets.shape)} were broadcast to {tuple(losses.shape)}. Give the targets the shape of the outputs, "
-                "for example targets[:, None]."
+                f"{tuple(targets.shape)} were broadcast to {tuple(losses.shape)}. Give the targets the shape of the "
+                "outputs, for example targets[:, None]."
             )
 
     def _by_example(self, losses: Any, batch: Batch) -> Tensor:
@@ -225,68 +219,71 @@ class Loss:
         result: Tensor = losses if losses.dim() < 2 else losses.reshape(len(losses), -1).mean(1)
         if result.dim() == 1 and len(result) != num_rows(batch):
             raise ValueError(
-                f"`{self.name}` returned {len(result)} losses for a batch of {num_rows(batch)} examples: it must return one "
-                "for each example, or their mean."
+                f"`{self.name}` returned {len(result)} losses for a batch of {num_rows(batch)} examples: it must "
+                "return one for each example, or their mean."
             )
         return result
 
     @property
     def averaging(self) -> str:
-        """What the line of the target says of an example that has several losses; empty where it has one."""
+        """A note on averaged losses for the one-line target; empty if an example has one loss."""
         if self.num_averaged == 1:
             return ""
         return f" | loss of an example: the mean of its {self.num_averaged} (a loss that sums them weighs all)"
 
     def try_out(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The losses of one batch; what goes wrong is said with the batch that it went wrong on. Leaves no trace."""
+        """The losses of one batch, with errors that describe the batch. Leaves no trace in the model or generators."""
         buffers = [(b, b.detach().clone()) for b in model.buffers() if b.is_contiguous()]
         devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
         self._check_targets(batch)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings(record=True) as said_by_torch:
+            with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings(record=True) as from_torch:
                 warnings.simplefilter("always")
                 losses = self(model, batch)
-                self._check_outputs(model, batch, losses, [str(w.message) for w in said_by_torch])
+                self._check_outputs(model, batch, losses, [str(w.message) for w in from_torch])
                 is_sum = losses.dim() == 0 and grows(lambda part: self(model, part), batch)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             form = "loss(model, batch)" if self.takes_model(batch) else "loss(model(*inputs), targets)"
-            hint = ""
-            said = str(error)
-            if "target" in said and ("Long" in said or "Byte" in said):
-                hint = " Class labels must be int64, for example targets.long(). (Or are inputs and targets swapped?)"
-            elif "Target size" in said:
-                hint = " For one output, targets[:, None] has the shape (batch, 1)."
-            elif "between 0 and 1" in said and likelihood_of(self._function).name == "bernoulli_probabilities":
-                hint = " For logits, use F.binary_cross_entropy_with_logits."
-            elif "required positional argument" in said:
-                hint = " A loss is called as loss(outputs, targets): wrap it in a function of these two."
-            elif "dtype" in said or "scalar type" in said or "Input type" in said:
-                hint = " Convert the data to the dtype of the weights, for example x.float()."
-            elif self.takes_model(batch) and self._first not in ("model", "module", "net", "network"):
-                hint = " For a loss of outputs and targets, the data must be (inputs, targets)."
-            if not self.takes_model(batch) and ("not callable" in said or "has no attribute" in said):
-                hint = " If the loss is a function of model and batch, call its first argument `model`."
+            message = str(error)
             raise ValueError(
-                f"the loss of a batch could not be computed as {form}: {said.rstrip('.')}.{hint} "
-                f"The batch: {describe_batch(batch)}."
+                f"the loss of a batch could not be computed as {form}: {message.rstrip('.')}."
+                f"{self._hint(message, batch)} The batch: {describe_batch(batch)}."
             ) from error
         finally:
             for buffer, before in buffers:
                 buffer.copy_(before)
         if is_sum:
             raise ValueError(
-                f"`{self.name}` returns one number that grows with the size of the batch: it looks like a sum, and would be "
-                "taken as the mean loss. Return the mean, or the losses of the examples."
+                f"`{self.name}` returns one number that grows with the batch size: it looks like a sum, but would be "
+                "taken as the mean loss. Return the mean, or the per-example losses."
             )
         return losses
 
-    def _check_outputs(self, model: nn.Module, batch: Batch, losses: Tensor, said: Sequence[str]) -> None:
-        """Refuse what gives a number that means something else: values that were broadcast, logits as log probabilities."""
-        if broadcast := next((words for words in said if "Using a target size" in words), None):
-            shapes = re.findall(r"\[[^]]*\]", broadcast)[:2]
-            sizes = ["(" + shape.strip("[]") + ")" for shape in shapes]
+    def _hint(self, message: str, batch: Batch) -> str:
+        """What to do about an error of torch."""
+        takes_model = self.takes_model(batch)
+        if not takes_model and ("not callable" in message or "has no attribute" in message):
+            return " If the loss is a function of model and batch, call its first argument `model`."
+        if "target" in message and ("Long" in message or "Byte" in message):
+            return " Class labels must be int64, for example targets.long(). (Or are inputs and targets swapped?)"
+        if "Target size" in message:
+            return " For one output, targets[:, None] has the shape (batch, 1)."
+        if "between 0 and 1" in message and likelihood_of(self._function).name == "bernoulli_probabilities":
+            return " For logits, use F.binary_cross_entropy_with_logits."
+        if "required positional argument" in message:
+            return " A loss is called as loss(outputs, targets): wrap it in a function of these two."
+        if "dtype" in message or "scalar type" in message or "Input type" in message:
+            return " Convert the data to the dtype of the weights, for example x.float()."
+        if takes_model and self._first not in _MODEL_NAMES:
+            return " For a loss of outputs and targets, the data must be (inputs, targets)."
+        return ""
+
+    def _check_outputs(self, model: nn.Module, batch: Batch, losses: Tensor, warned: Sequence[str]) -> None:
+        """Refuse losses with an unintended meaning: broadcast values, or logits in place of log probabilities."""
+        if broadcast := next((words for words in warned if "Using a target size" in words), None):
+            sizes = ["(" + shape.strip("[]") + ")" for shape in re.findall(r"\[[^]]*\]", broadcast)[:2]]
             raise ValueError(
                 f"`{self.name}` compared outputs and targets of different shapes"
                 + (f", {sizes[1]} and {sizes[0]}" if len(sizes) == 2 else "")
@@ -307,12 +304,13 @@ class Loss:
             total = outputs.double().exp().sum(1)
             if bool(total.isfinite().all()) and bool(((total - 1).abs() > 0.05).any()):
                 raise ValueError(
-                    f"`{self.name}` needs log probabilities, and the probabilities of an example sum to "
-                    f"{float(total.flatten()[0]):.3g}. For logits use F.cross_entropy, or end the network with nn.LogSoftmax(1)"
+                    f"`{self.name}` needs log probabilities, but the probabilities of an example sum to "
+                    f"{float(total.flatten()[0]):.3g}. For logits use F.cross_entropy, or end the network with "
+                    "nn.LogSoftmax(1)"
                 )
 
     def _check_targets(self, batch: Batch) -> None:
-        """Those of yes and no must be floating; torch says so only when it differentiates, and in other words."""
+        """Binary targets must be floating point; torch reports it only in the backward pass, and less clearly."""
         if self.takes_model(batch) or not likelihood_of(self._function).name.startswith("bernoulli"):
             return
         targets = batch[-1]
@@ -324,7 +322,7 @@ class Loss:
 
 
 class _Pairings(TorchFunctionMode):
-    """Finds a result in which every output met every target: of tensors of these shapes, larger than either."""
+    """Finds an operation that paired every output with every target: its result is larger than either."""
 
     def __init__(self, outputs: torch.Size, targets: torch.Size) -> None:
         super().__init__()
@@ -341,21 +339,19 @@ class _Pairings(TorchFunctionMode):
 
 
 def _refuse(function: Any, name: str) -> None:
-    """Those that cannot be called with outputs and targets alone, with what to take instead."""
+    """Refuse losses that cannot be called with outputs and targets alone, and suggest an alternative."""
     if isinstance(function, type):
         raise TypeError(f"`loss` must be a function of outputs and targets, got the class {name}: pass {name}(...).")
-    inner = function
-    while isinstance(inner, functools.partial):
-        inner = inner.func
+    inner = _unwrapped(function)
     if inner is F.gaussian_nll_loss or isinstance(inner, nn.GaussianNLLLoss):
         raise TypeError(
-            f"`{name}` takes variances beside outputs and targets. Use adammcmc.GaussianNLL(): the network then returns means "
-            "and log variances side by side, (batch, 2 k) for k targets. For known noise, use GaussianNLL(0.1)."
+            f"`{name}` takes variances besides outputs and targets. Use adammcmc.GaussianNLL(): the network then "
+            "returns means and log variances side by side, (batch, 2 k) for k targets. For known noise, use GaussianNLL(0.1)."
         )
 
 
 class DataExamples:
-    """The training set as losses of single examples (`adammcmc.Examples`), at the model's present weights."""
+    """The training set as per-example losses (`adammcmc.Examples`), at the model's current weights."""
 
     def __init__(self, model: nn.Module, data: Data, loss: Loss, device: torch.device) -> None:
         self._model, self._data, self._loss, self._device = model, data, loss, device
@@ -367,7 +363,7 @@ class DataExamples:
         return self.losses_of(self.rows(indices))
 
     def rows(self, indices: slice | Tensor) -> Batch:
-        """The chosen examples, on the model's device."""
+        """The selected examples, on the model's device."""
         return to_device(self._data.fetch(indices), self._device)
 
     def losses_of(self, batch: Batch) -> Tensor:
@@ -375,15 +371,15 @@ class DataExamples:
         losses = self._loss(self._model, batch)
         if losses.dim() == 0:
             raise ValueError(
-                f"the acceptance test needs one loss for each example, and `{self._loss.name}` returns their mean. Let it take "
-                'reduction="none", or return the losses themselves.'
+                f"the acceptance test needs one loss for each example, and `{self._loss.name}` returns their mean. Let it "
+                'take reduction="none", or return the per-example losses.'
             )
         return losses
 
 
 def grows(loss: Callable[[Batch], Tensor], batch: Batch) -> bool:
-    """Whether the loss of a batch is more like the sum than like the mean of the losses of its halves."""
-    rows = num_rows(batch) // 2 * 2  # halves of one size, so that the mean of their means is the mean
+    """Whether the loss of a batch is closer to the sum than to the mean of the losses of its halves."""
+    rows = num_rows(batch) // 2 * 2  # equal halves, so that the mean of their means is the mean
     if rows < 2:
         return False
     cuts = slice(rows // 2), slice(rows // 2, rows), slice(rows)
@@ -392,14 +388,19 @@ def grows(loss: Callable[[Batch], Tensor], batch: Batch) -> bool:
     except (ValueError, RuntimeError, TypeError, IndexError):
         return False  # BatchNorm refuses a single row, for example
     total = first + second
-    if rows < 8:  # statistics of so small a batch can change a mean by any factor: a sum must be one to rounding
+    if rows < 8:  # small-batch statistics can change a mean by any factor, so a sum must match to rounding
         return abs(whole - total) <= 1e-3 * abs(total) < abs(whole - total / 2)
     return abs(whole - total) < abs(whole - total / 2)
 
 
-def _name(function: Any) -> str:
+def _unwrapped(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
+    return function
+
+
+def _name(function: Any) -> str:
+    function = _unwrapped(function)
     return str(getattr(function, "__name__", type(function).__name__)).replace("<lambda>", "loss")
 
 
@@ -407,7 +408,7 @@ def _description(function: Any) -> str:
     if isinstance(function, functools.partial):
         return f"{_description(function.func)} with {function.args}, {sorted(function.keywords.items())}"
     if inspect.isfunction(function) or inspect.isbuiltin(function):
-        return str(function.__qualname__)  # a script's module is another when it is imported
+        return str(function.__qualname__)  # a script has another module name when imported
     text = repr(function)
     return type(function).__qualname__ if " at 0x" in text else text
 
@@ -421,6 +422,6 @@ def _parameters(function: Any) -> tuple[list[str], Any]:
     parameters = list(signature.parameters.values())
     annotation = parameters[0].annotation if parameters else None
     if isinstance(annotation, str):
-        with contextlib.suppress(Exception):  # a name that cannot be found says nothing
+        with contextlib.suppress(Exception):  # an unresolvable name is kept as a string
             annotation = typing.get_type_hints(function)[parameters[0].name]
     return [p.name for p in parameters], annotation

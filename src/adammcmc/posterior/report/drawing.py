@@ -1,7 +1,7 @@
-"""Figures as SVG that follow the reader's colours: matplotlib draws, and each colour becomes a variable of the page.
+"""Figures as SVG in the colours of the page: matplotlib draws, and each colour becomes a CSS variable.
 
-A figure is part of the page (`Drawing.inline`) and a file of its own (`Drawing.file`). Both are readable on light and on dark
-paper, scale with the screen, and say in words what they show.
+A figure is part of the page (`Drawing.svg`) and a file of its own (`Drawing.file`). Both are readable in light and dark
+mode, scale with the screen, and have a description in words.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["INK", "MUTED", "SERIES", "THEME", "Drawing", "axes"]
+__all__ = ["INK", "MUTED", "SERIES", "THEME", "Drawing", "draw"]
 
-# colours that nothing else has, to be found again in the SVG
+# unique colours, to be replaced in the SVG
 INK, MUTED, GRID = "#010203", "#040506", "#070809"
 SERIES = ("#0a0b0c", "#0d0e0f", "#101112", "#131415", "#161718", "#191a1b")
 _NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", **{colour: f"s{i}" for i, colour in enumerate(SERIES)}}
@@ -43,7 +42,7 @@ def _variables(colours: dict[str, str]) -> str:
 THEME = (
     f":root{{color-scheme:light dark;{_variables(_LIGHT)}}}@media (prefers-color-scheme:dark){{:root{{{_variables(_DARK)}}}}}"
 )
-"""The colours of the page, as CSS variables; the reader's system chooses."""
+"""The colours of the page as CSS variables; the reader's system chooses light or dark."""
 
 
 @dataclass(frozen=True)
@@ -51,29 +50,24 @@ class Drawing:
     """One figure."""
 
     name: str
-    """Of its file, without ending."""
+    """The name of its file, without suffix."""
     title: str
-    says: str
-    """What it shows, in numbers: for who cannot see it."""
+    words: str
+    """What it shows, for screen readers."""
     svg: str
+    """An element for a page that has the variables of `THEME`."""
     width: float
-    """At most, in rem."""
-
-    @property
-    def inline(self) -> str:
-        """As an element of a page that has the variables of `THEME`."""
-        return self.svg
+    """Maximal, in rem."""
 
     @property
     def file(self) -> str:
-        """As a file of its own."""
+        """The figure as a file of its own."""
         style = f"<style>{THEME}svg{{background:var(--paper)}}</style>"
         return '<?xml version="1.0" encoding="utf-8"?>\n' + re.sub(r"(<svg[^>]*>)", rf"\1{style}", self.svg, count=1)
 
 
-@contextmanager
-def axes(name: str, title: str, *, width: float = 7.2, height: float = 3.2) -> Iterator[tuple[Axes, list[Any]]]:
-    """Axes to draw on, and a list that holds the `Drawing` afterwards; what it says in words goes into the list before."""
+def draw(name: str, title: str, paint: Callable[[Axes], str], width: float, height: float) -> Drawing:
+    """A figure that `paint` draws on its axes; `paint` returns what the figure shows, in words."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -83,27 +77,25 @@ def axes(name: str, title: str, *, width: float = 7.2, height: float = 3.2) -> I
         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.linewidth": 0.6,
         "legend.frameon": False, "axes.facecolor": "none", "figure.facecolor": "none", "axes.titlesize": 11,
     }  # fmt: skip
-    made: list[Any] = []
     with mpl.rc_context(style):
         figure = Figure(figsize=(width, height), layout="constrained")
-        yield figure.subplots(), made
+        words = paint(figure.subplots())
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    says = " ".join(made) or title
-    made[:] = [Drawing(name, title, says, _themed(file.getvalue(), name, title, says), 6.4 * width)]
+    return Drawing(name, title, words, _themed(file.getvalue(), name, title, words), 6.4 * width)
 
 
-def _themed(svg: str, name: str, title: str, says: str) -> str:
+def _themed(svg: str, name: str, title: str, words: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     for colour, variable in _NAMES.items():
         svg = svg.replace(colour, f"var(--{variable})")
-    # names are of the whole page
+    # ids must be unique on the page
     for before in ('id="', "url(#", 'href="#'):
         svg = svg.replace(before, f"{before}{name}-")
-    # as wide as there is room for, in proportion
+    # as wide as the page allows, in proportion
     svg = re.sub(r'(<svg[^>]*?) width="[\d.]+pt"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[\d.]+pt"', r"\1", svg, count=1)
-    label = f'role="img" aria-labelledby="{name}-title {name}-says"'
-    head = f'<title id="{name}-title">{html.escape(title)}</title><desc id="{name}-says">{html.escape(says)}</desc>'
+    label = f'role="img" aria-labelledby="{name}-title {name}-words"'
+    head = f'<title id="{name}-title">{html.escape(title)}</title><desc id="{name}-words">{html.escape(words)}</desc>'
     return re.sub(r"<svg([^>]*)>", lambda match: f"<svg {label}{match.group(1)}>{head}", svg, count=1)

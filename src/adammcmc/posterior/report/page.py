@@ -1,4 +1,4 @@
-"""The page: gathers what a run knows of itself, puts the verdict first, and writes it down."""
+"""The page of a report: the verdict first, then a section for each question. `columns.py` has the columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.resources
 import math
 import urllib.parse
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,18 @@ import numpy
 import torch
 from torch import Tensor
 
-from adammcmc.posterior.calibration import ClassScores, Measured, ValueScores, score, uncertainties
-from adammcmc.posterior.report import figures
+from adammcmc.posterior.calibration import ClassScores, ValueScores, score, uncertainties
+from adammcmc.posterior.columns import AGREEMENT, KEY_NUMBERS, SELF_TESTS
+from adammcmc.posterior.draws import by_chain
 from adammcmc.posterior.report.drawing import THEME, Drawing
+from adammcmc.posterior.report.figures import FIGURES, Array, figure
 from adammcmc.posterior.store.whole import write_whole
 from adammcmc.target.data import Data
 
 if TYPE_CHECKING:
+    from adammcmc.posterior.posterior import Posterior
     from adammcmc.posterior.predictive import Prediction
+    from adammcmc.posterior.store.folder import Record
     from adammcmc.posterior.summary import Summary
     from adammcmc.samplers.health import Health
 
@@ -32,7 +36,7 @@ _MOST_UNCERTAIN = 12
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under heads; the first cell of a row names it."""
+    """Rows of cells under headings; the first cell of a row names it."""
 
     caption: str
     heads: Sequence[str]
@@ -48,11 +52,11 @@ class Section:
     texts: Sequence[str] = ()
     numbers: Sequence[tuple[str, str]] = ()
     drawings: Sequence[Drawing] = ()
-    tables: Sequence[Table] = field(default=())
+    tables: Sequence[Table] = ()
 
 
 def write_report(
-    posterior: Any,
+    posterior: Posterior,
     path: str | Path = "report.html",
     *,
     data: Any = None,
@@ -60,13 +64,13 @@ def write_report(
     title: str | None = None,
     progress: bool = True,
 ) -> Path:
-    """Write the report of a run: one HTML page that needs no network, and its figures as SVG files in a folder beside it.
+    """Write the report of a run: one self-contained HTML page, and its figures as SVG files in a folder beside it.
 
     Args:
         posterior: the draws.
-        path: of the page; the folder of the figures has the same name, with `_figures` in place of the ending.
-        data: held-out inputs, or (inputs, targets), as `posterior.predict` takes them. Without them the page cannot say whether
-            the chains agree on predictions, nor whether these are right.
+        path: of the page; the folder of the figures is named after it, with `_figures` in place of the suffix.
+        data: held-out inputs, or (inputs, targets), as `posterior.predict` takes them. Without them the page compares
+            no predictions of the chains on new data, and has no scores.
         names: of the examples, for the table of the most uncertain ones.
         title: of the page.
         progress: as in `predict`.
@@ -74,295 +78,206 @@ def write_report(
     Returns:
         The path of the page.
     """
-    import jinja2
-    import markupsafe
-
     path = Path(path)
     if path.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"the report must be an .html file, got '{path}'.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder '{path.parent}' for the report does not exist.")
-    if hasattr(data, "__next__") and not isinstance(data, Data):  # (a source of batches of our own can begin anew)
-        raise TypeError("`data` is read more than once: give tensors, a Dataset or a DataLoader, not an iterator.")
-    prediction = None
-    if data is not None:
-        prediction = posterior.predict(data, progress=progress)
+    if hasattr(data, "__next__") and not isinstance(data, Data):  # (the library's own sources of batches can restart)
+        raise TypeError("`data` is read more than once: pass tensors, a Dataset or a DataLoader, not an iterator.")
+    prediction = None if data is None else posterior.predict(data, progress=progress)
     if names is not None and (prediction is None or len(names) != len(prediction)):
         raise ValueError("`names` must hold one name for each example of `data`.")
     summary = posterior.summary(data, progress=progress)
-    sections = [_numbers(summary), _chains(posterior), _self_tests(posterior, summary.health), _agreement(summary)]
+    sections = [_key_numbers(summary), _traces(posterior), _self_tests(posterior, summary.health), _agreement(summary)]
     if prediction is not None:
-        sections += _answers(prediction, names)
+        sections += _predictions(prediction, names)
     sections.append(_settings(posterior))
     folder = path.with_name(path.stem + "_figures")
-    level, headline, findings, comment = _verdict(summary)
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    template = environment.from_string(
-        importlib.resources.files("adammcmc.posterior.report").joinpath("page.html").read_text("utf-8")
-    )
-    manifest = posterior.store.manifest
-    page = template.render(
-        title=title or _title(posterior),
-        subtitle=f"Run of {manifest['created'].replace('T', ', ')[:17]} UTC",
-        theme=markupsafe.Markup(THEME),
-        level=level,
-        headline=headline,
-        findings=findings,
-        comment=comment,
-        target=posterior.target,
-        sections=sections,
-        folder=folder.name,
-        address=urllib.parse.quote(folder.name),
-        version=manifest["versions"]["adammcmc"],
-    )
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):  # it would write, and delete, elsewhere
-        raise ValueError(f"'{folder}' must be a plain folder, or not exist yet: the figures of the report go there.")
+    page = _render(posterior, summary, sections, folder.name, title)
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):  # files elsewhere would be written and deleted
+        raise ValueError(f"'{folder}' must be a plain folder, or not exist yet: it is for the figures of the report.")
     folder.mkdir(exist_ok=True)
     drawings = {drawing.name: drawing.file for section in sections for drawing in section.drawings}
-    assert drawings.keys() <= set(figures.NAMES)
     for name, file in drawings.items():
         write_whole(folder / f"{name}.svg", file)
     write_whole(path, page)
-    for name in set(figures.NAMES) - drawings.keys():  # those of an earlier report, which this one does not have
+    for name in FIGURES.keys() - drawings.keys():  # left over from an earlier report
         (folder / f"{name}.svg").unlink(missing_ok=True)
     return path
 
 
-# --- the verdict ----------------------------------------------------------------------------------------------------------
-
-_HEADLINES = {
-    "sick": ("bad", "Do not trust these draws"),
-    "undecided": ("unsure", "Nothing wrong was found, but not everything could be judged"),
-    "sound": ("good", "No complaint"),
+_HEADLINES = {  # by grade: style, headline, comment
+    "sick": ("bad", "Do not trust these draws", "The gravest problem comes first. The numbers behind it are below."),
+    "undecided": ("unsure", "No problem was found, but not everything could be judged", ""),
+    "sound": ("good", "No problems found", ""),
 }
 
 
-def _verdict(summary: Summary) -> tuple[str, str, list[str], str]:
-    """A word for the style, one for the reader, what was found, and what that means."""
-    level, headline = _HEADLINES[summary.grade]
-    said = [_sentence(finding.says) for finding in summary.findings]
-    comment = {
-        "sick": "The gravest comes first. The rest of the page shows the numbers behind it.",
-        "undecided": "",
-        "sound": _sentence(summary.verdict.removeprefix("no complaint: ")),
-    }[summary.grade]
-    return level, headline, said, comment
+def _render(posterior: Posterior, summary: Summary, sections: Sequence[Section], folder: str, title: str | None) -> str:
+    import jinja2
+    import markupsafe
+
+    level, headline, comment = _HEADLINES[summary.grade]
+    manifest = posterior.store.manifest
+    draws, chains = _plural(len(posterior.made), "draw"), _plural(posterior.num_chains, "chain")
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    text = importlib.resources.files("adammcmc.posterior.report").joinpath("page.html").read_text("utf-8")
+    return environment.from_string(text).render(
+        title=title or f"{type(posterior.model).__name__}: {draws} of {chains}",
+        subtitle=f"Run of {manifest['created'].replace('T', ', ')[:17]} UTC",
+        theme=markupsafe.Markup(THEME),
+        level=level,
+        headline=headline,
+        findings=[_sentence(finding.says) for finding in summary.findings],
+        comment=_sentence(summary.agreement) if summary.is_healthy else comment,
+        target=posterior.target,
+        sections=sections,
+        folder=folder,
+        address=urllib.parse.quote(folder),
+        version=manifest["versions"]["adammcmc"],
+    )
 
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
-def _numbers(summary: Summary) -> Section:
-    accepted = [h.acceptance for h in summary.health if not math.isnan(h.acceptance)]
-    numbers = [
-        ("chains", f"{summary.num_chains:,}"),
-        ("draws of each", f"{summary.num_draws:,}"),
-        ("worth independent draws", _number(summary.ess, ",.0f")),
-        ("largest R-hat", _number(summary.rhat, ".3f")),
-        ("acceptance", _number(sum(accepted) / len(accepted) if accepted else math.nan, ".2f")),
-        ("seconds", _number(summary.seconds, ",.0f")),
-        ("effective draws a second", _number(summary.ess_per_second, ".3g")),
-        ("effective draws for 1,000 gradients", _number(1000 * summary.ess_per_gradient, ".3g")),
-    ]
-    return Section("numbers", "In numbers", list(map(_sentence, summary.notes)), numbers)
+def _typeset(cell: str) -> str:
+    """A cell of plain text for the page."""
+    return "–" if cell == "-" else cell.replace("+-", "±")
 
 
-def _agreement(summary: Summary) -> Section:
-    rows = [
-        [
-            row.name if row.count == 1 else f"{row.name} (the worst of {row.count})",
-            "–" if math.isnan(row.mean) else f"{row.mean:.4g} ± {row.mean_error:.1g}",
-            _number(row.rhat, ".3f"),
-            _number(row.ess_bulk, ",.0f"),
-            _number(row.ess_tail, ",.0f"),
-            row.verdict,
-        ]
-        for row in summary.rows
-    ]
-    text = (
-        "R-hat compares chains, and halves of chains: above 1.01, and above what chance explains for so few draws, they have "
-        "not mixed. ESS is how many independent draws these are worth, for means (bulk) and for quantiles (tail). Predictions "
-        "decide; weights of a layer are shown, not judged: chains may agree in all they predict while their neurons are in "
-        "another order."
-    )
-    heads = ["", "mean", "R-hat", "bulk ESS", "tail ESS", "verdict"]
-    return Section("agreement", "Do the chains agree?", [text], tables=[Table("R-hat and effective draws", heads, rows)])
+def _key_numbers(summary: Summary) -> Section:
+    numbers = [(name, _typeset(cell(summary))) for name, cell in KEY_NUMBERS.items()]
+    return Section("numbers", "Key numbers", list(map(_sentence, summary.notes)), numbers)
 
 
-# --- what the chains did ----------------------------------------------------------------------------------------------------
-
-
-def _chains(posterior: Any) -> Section:
-    index = posterior.made
+def _traces(posterior: Posterior) -> Section:
     drawings = []
-    for name, label, title in (
-        ("potential", "U", "U, minus the log of the target, at the draws"),
-        ("loss", "mean loss", "Mean loss of the batch at the draws"),
-    ):
-        steps, values = figures.by_chain(index, name)
-        if values and any(numpy.isfinite(y).any() for y in values.values()):
-            drawings.append(figures.trace(name, title, label, steps, values))
-    steps, accepted = figures.by_chain(index, "num_accepted")
-    shares = {chain: y / numpy.maximum(1.0, _gaps(steps[chain])) for chain, y in accepted.items()}
-    if shares:
-        drawings.append(figures.acceptance(steps, shares))
-    return Section(
-        "chains",
-        "What the chains did",
-        ["A chain at rest wanders about one level. A slope, or chains at levels of their own, says that it is not there yet."],
-        drawings=drawings,
-    )
+    for name, label in (("potential", "U"), ("loss", "mean loss")):
+        steps, values = _columns(posterior.made, name)
+        if any(numpy.isfinite(y).any() for y in values.values()):
+            drawings.append(figure(name, label, steps, values))
+    steps, accepted = _columns(posterior.made, "num_accepted")
+    rates = {chain: y / numpy.maximum(1.0, _gaps(steps[chain])) for chain, y in accepted.items()}
+    if rates:
+        drawings.append(figure("acceptance", steps, rates))
+    text = "A converged chain fluctuates around one level: a trend, or chains at different levels, is a warning."
+    return Section("chains", "Traces", [text], drawings=drawings)
 
 
-def _gaps(steps: figures.Array) -> figures.Array:
-    """Steps between a draw and the one before it."""
+def _columns(index: Sequence[Record], name: str) -> tuple[dict[int, Array], dict[int, Array]]:
+    """Steps and values of each chain; an unknown value is NaN."""
+    rows = by_chain(index)
+    steps = {chain: numpy.array([float(r["step"]) for r in own]) for chain, own in rows.items()}
+    values = {c: numpy.array([math.nan if r.get(name) is None else float(r[name]) for r in own]) for c, own in rows.items()}
+    return steps, values
+
+
+def _gaps(steps: Array) -> Array:
+    """Steps between each draw and the previous one."""
     gaps = numpy.diff(steps)
     return numpy.concatenate([gaps[:1] if len(gaps) else [1.0], gaps])
 
 
-def _self_tests(posterior: Any, health: Sequence[Health]) -> Section:
+def _self_tests(posterior: Posterior, health: Sequence[Health]) -> Section:
     rows = [
-        [
-            f"chain {chain}",
-            f"{h.num_steps:,}",
-            _number(h.acceptance, ".3f"),
-            _number(h.twice_rises, ".3f"),
-            _number(h.temperature, ".3g"),
-            _number(h.loss_influence, ".3g"),
-            _number(h.noise, ".3g"),
-            _number(h.beta_eff, ".2f"),
-            _number(h.effective_draws, ".0f"),
-            h.verdict,
-        ]
+        [f"chain {chain}", *(_typeset(cell(h)) for cell in SELF_TESTS.values())]
         for chain, h in zip(posterior.chain_numbers, health, strict=False)
     ]
-    heads = [
-        "chain", "steps", "acceptance", "2 P(Y > 0)", "temperature", "say of the loss", "noise of Y", "beta_eff",
-        "effective draws of U", "verdict",
-    ]  # fmt: skip
-    texts = [
-        "An exact chain at rest accepts with 2 P(Y > 0), and has configurational temperature 1. The loss has a say if lambda "
-        "times its change over a proposal varies by about 1. Noise of Y heats a plain minibatch test by 1 / beta_eff. A dash: "
-        "not valid, or not known, for this kernel."
-    ]
-    return Section("self-tests", "Self-tests", texts, tables=[Table("Self-tests of each chain, since burn-in", heads, rows)])
+    text = (
+        "An exact chain at equilibrium accepts with rate 2 P(Y > 0) and has configurational temperature 1. The loss "
+        "has influence if lambda times its change over a proposal varies by about 1. Noise of Y heats a plain "
+        "minibatch test by 1 / beta_eff. A dash means not valid, or unknown, for this kernel."
+    )
+    table = Table("Self-tests of each chain since burn-in", ["chain", *SELF_TESTS], rows)
+    return Section("self-tests", "Self-tests", [text], tables=[table])
 
 
-# --- what they predict ------------------------------------------------------------------------------------------------------
+def _agreement(summary: Summary) -> Section:
+    rows = [[_typeset(cell(row)) for cell in AGREEMENT.values()] for row in summary.rows]
+    text = (
+        "R-hat compares chains and halves of chains: above 1.01, and above what chance explains for this number of "
+        "draws, they have not mixed. ESS is the effective number of independent draws, for means (bulk) and for "
+        "quantiles (tail). Predictions decide the verdict. The weights of layers are shown but not judged: chains may "
+        "agree in all predictions while their neurons are permuted."
+    )
+    table = Table("R-hat and effective draws", list(AGREEMENT), rows)
+    return Section("agreement", "Do the chains agree?", [text], tables=[table])
 
 
-def _answers(prediction: Prediction, names: Sequence[str] | None) -> list[Section]:
+def _predictions(prediction: Prediction, names: Sequence[str] | None) -> list[Section]:
     sections = []
     is_right: Tensor | None = None
-    scores: ClassScores | ValueScores | None = None
     if isinstance(prediction.targets, Tensor):
+        title = "Are the predictions right?"
         try:
             scores = score(prediction)
-        except (ValueError, TypeError) as error:  # the page is needed most where something is wrong
-            sections.append(Section("calibration", "Is it right?", [f"Not scored: {error}"]))
-    if scores is not None:
-        if isinstance(scores, ClassScores):
-            assert isinstance(prediction.targets, Tensor)
-            hits = prediction.labels == prediction.targets.to(prediction.labels.dtype)
-            is_right = hits.reshape(len(hits), -1).all(1)
-            curve = scores.reliability
-            is_binary = "categorical" not in prediction.likelihood.name
-            some = curve.counts > 0
-            confidence, frequency, bars, counts = (
-                x[some].double().numpy() for x in (curve.confidence, curve.frequency, curve.error, curve.counts)
-            )
-            drawings = [
-                figures.reliability(confidence, frequency, bars, counts, scores.ece.value, is_binary=is_binary),
-                figures.risk({name: (c.coverage.numpy(), c.risk.numpy()) for name, c in scores.selective.items()}),
-            ]
-            numbers = [
-                ("accuracy", _measured(scores.accuracy)),
-                ("negative log likelihood", _measured(scores.nll)),
-                ("Brier score", _measured(scores.brier)),
-                ("calibration error", _measured(Measured(scores.ece.value, scores.ece.error))),
-                ("of it by chance", f"{scores.ece.by_chance:.4f}"),
-            ]
+        except (ValueError, TypeError) as error:  # a page is needed most if something is wrong
+            sections.append(Section("calibration", title, [f"Not scored: {error}"]))
         else:
-            levels, shares, errors = (numpy.array(x) for x in zip(*scores.coverage, strict=True))
-            drawings = [figures.coverage(levels, shares, errors)]
-            numbers = [("root mean square error", _measured(scores.rmse))]
-            if scores.nll_mixture is not None:
-                numbers.append(("negative log likelihood", _measured(scores.nll_mixture)))
-            if scores.nll_gaussian is not None:
-                numbers.append(("the same of one Gaussian", _measured(scores.nll_gaussian)))
-        text = f"{_plural(scores.num_examples, 'held-out example')}: {scores.verdict}."
-        sections.append(Section("calibration", "Is it right?", [text], numbers, drawings))
+            text = f"{_plural(scores.num_examples, 'held-out example')}: {scores.verdict}."
+            numbers = [(name, _typeset(value)) for name, value in scores.numbers.items()]
+            sections.append(Section("calibration", title, [text], numbers, _calibration(prediction, scores)))
+            if prediction.likelihood.has_classes:
+                hits = prediction.labels == prediction.targets.to(prediction.labels.dtype)
+                is_right = hits.reshape(len(hits), -1).all(1)
     known = uncertainties(prediction)
     values = known["spread"].double().numpy()
-    groups = {"all": values}
-    if is_right is not None:
-        right = is_right.numpy()
-        groups = {"right": values[right], "wrong": values[~right]}
-    drawing = figures.spreads("spread (75% - 25% quantile over the draws)", groups)
+    right = None if is_right is None else is_right.numpy()
+    groups = {"all": values} if right is None else {"right": values[right], "wrong": values[~right]}
     table = _most_uncertain(prediction, known, is_right, names)
-    sections.append(Section("uncertainty", "How sure is it?", (), drawings=[drawing], tables=[table]))
-    return sections
+    drawings = [figure("spread", groups)]
+    return [*sections, Section("uncertainty", "How uncertain are they?", drawings=drawings, tables=[table])]
+
+
+def _calibration(prediction: Prediction, scores: ClassScores | ValueScores) -> list[Drawing]:
+    if isinstance(scores, ValueScores):
+        return [figure("coverage", *(numpy.array(x) for x in zip(*scores.coverage, strict=True)))]
+    curve = scores.reliability
+    columns = (curve.confidence, curve.frequency, curve.error, curve.counts)
+    bins = (x[curve.counts > 0].double().numpy() for x in columns)
+    risks = {name: (c.coverage.numpy(), c.risk.numpy()) for name, c in scores.selective.items()}
+    return [figure("reliability", *bins, prediction.is_binary), figure("risk", risks)]
 
 
 def _most_uncertain(
     prediction: Prediction, known: dict[str, Tensor], is_right: Tensor | None, names: Sequence[str] | None
 ) -> Table:
     """The examples with the largest mutual information; in regression, with the largest spread."""
-    by = "mutual information" if "mutual information" in known else "spread"
+    by = next(iter(known))
     order = torch.argsort(known[by].double(), descending=True)[:_MOST_UNCERTAIN].tolist()
-    heads = ["example", *(["predicted"] if prediction.likelihood.has_classes else ["mean"]), *known]
-    if isinstance(prediction.targets, Tensor):
-        heads.append("target")
+    has_classes, targets = prediction.likelihood.has_classes, prediction.targets
+    answers = prediction.labels if has_classes else prediction.mean
+    columns = {
+        "example": [str(i) if names is None else str(names[i]) for i in order],
+        "predicted" if has_classes else "mean": [_short(answers[i]) for i in order],
+        **{name: [f"{float(x[i]):.3g}" for i in order] for name, x in known.items()},
+    }
+    if isinstance(targets, Tensor):
+        columns["target"] = [_short(targets[i]) for i in order]
     if is_right is not None:
-        heads.append("right?")
-    rows = []
-    for i in order:
-        answer = prediction.labels[i] if prediction.likelihood.has_classes else prediction.mean[i]
-        row = [str(i) if names is None else str(names[i]), _short(answer), *(f"{float(x[i]):.3g}" for x in known.values())]
-        if isinstance(prediction.targets, Tensor):
-            row.append(_short(prediction.targets[i]))
-        if is_right is not None:
-            row.append("yes" if bool(is_right[i]) else "no")
-        rows.append(row)
-    return Table(f"The {'example' if len(rows) == 1 else 'examples'} with the largest {by}", heads, rows)
+        columns["right?"] = ["yes" if bool(is_right[i]) else "no" for i in order]
+    caption = f"The {'example' if len(order) == 1 else 'examples'} with the largest {by}"
+    return Table(caption, list(columns), list(zip(*columns.values(), strict=True)))
 
 
 def _short(x: Tensor) -> str:
     values = x.flatten().tolist()
-    said = ", ".join(f"{v:.4g}" for v in values[:4])
-    return said + (", ..." if len(values) > 4 else "")
+    return ", ".join(f"{v:.4g}" for v in values[:4]) + (", ..." if len(values) > 4 else "")
 
 
-# --- how it was made --------------------------------------------------------------------------------------------------------
-
-
-def _settings(posterior: Any) -> Section:
+def _settings(posterior: Posterior) -> Section:
     manifest = posterior.store.manifest
-    rows = [[key, _plain(value)] for key, value in manifest["configuration"].items() if key != "settings"]
-    rows += [[f"sampler: {key}", _plain(value)] for key, value in manifest["configuration"].get("settings", {}).items()]
-    rows += [["examples", f"{manifest['data']['num_data']:,}"]]
-    rows += [[f"version: {key}", str(value)] for key, value in manifest["versions"].items()]
-    return Section("settings", "How it was made", tables=[Table("Settings of the run", ["name", "value"], rows)])
-
-
-def _plain(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 300 else text[:297] + "..."
-
-
-def _number(value: float, form: str) -> str:
-    return "–" if value is None or math.isnan(value) else format(value, form)
-
-
-def _measured(number: Measured) -> str:
-    return str(number).replace("+-", "±")
-
-
-def _title(posterior: Any) -> str:
-    draws, chains = _plural(len(posterior.made), "draw"), _plural(posterior.num_chains, "chain")
-    return f"{type(posterior.model).__name__}: {draws} of {chains}"
+    configuration = dict(manifest["configuration"])
+    settings = configuration.pop("settings", {})
+    values = configuration | {f"sampler: {key}": value for key, value in settings.items()}
+    values["examples"] = f"{manifest['data']['num_data']:,}"
+    values |= {f"version: {key}": value for key, value in manifest["versions"].items()}
+    rows = [[key, text if len(text := str(value)) <= 300 else text[:297] + "..."] for key, value in values.items()]
+    return Section("settings", "Settings", tables=[Table("Settings of the run", ["name", "value"], rows)])
 
 
 def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -1,12 +1,12 @@
-"""Whether a run folder is whole, file by file, and what of a damaged one can be repaired. It needs no network."""
+"""Verifies a run folder file by file, and repairs what can be repaired. It needs no network."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 
@@ -22,30 +22,30 @@ __all__ = ["Check", "check_run"]
 
 @dataclass(frozen=True)
 class Check:
-    """What `check_run` found. `print` it for the lines and the verdict."""
+    """The result of `check_run`. `print` shows the problems and the verdict."""
 
     path: Path
     problems: tuple[str, ...]
     """What was wrong, one line each."""
     repairs: tuple[str, ...]
-    """What was done about it."""
+    """What was repaired."""
     left: tuple[str, ...]
     """What is still wrong."""
     num_draws: int
-    """Draws that the index has."""
+    """Draws in the index."""
     num_usable: int
-    """Draws whose weights are there and whole."""
+    """Draws with intact weights."""
     is_readable: bool = True
-    """Whether `run.json` can be read: without it the other files are not checked, and nothing can be repaired."""
+    """Whether `run.json` can be read: without it, the other files are not checked and nothing can be repaired."""
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing is wrong with the run, or nothing any more."""
+        """Whether nothing is wrong with the run, if necessary after repair."""
         return not self.left
 
     @property
     def verdict(self) -> str:
-        """In one line."""
+        """One line."""
         if not self.is_readable:
             return "damaged: run.json cannot be read or repaired. Restore it from a copy; the draws were not checked"
         draws = f"{self.num_draws} draws in the index, weights of {self.num_usable}"
@@ -65,8 +65,8 @@ def check_run(path: str | Path, *, repair: bool = False) -> Check:
 
     Args:
         path: the folder of the run.
-        repair: make the index again, from its good lines and from the draws; rename damaged draws and checkpoints (nothing is
-            deleted); fall back on the checkpoint before. Needs the lock: no process may be writing to the run.
+        repair: rebuild the index from its good lines and from the draws; rename damaged draws and checkpoints (nothing
+            is deleted); fall back on the previous checkpoint. Takes the lock: no process may be writing to the run.
 
     Raises:
         StoreMismatch: the folder holds no run, or one of a newer version.
@@ -75,39 +75,38 @@ def check_run(path: str | Path, *, repair: bool = False) -> Check:
     path = Path(path)
     try:
         folder = _Folder(path, writes=repair)
-    except StoreCorrupt as error:  # without run.json nobody can tell what the rest is
+    except StoreCorrupt as error:  # without run.json the other files have no meaning
         return Check(path, (str(error),), (), (str(error),), 0, 0, is_readable=False)
     try:
-        folder.look()
+        folder.inspect()
         problems, repairs = folder.problems, []
         if repair and problems:
             repairs = folder.repair()
-            folder.look()
+            folder.inspect()
         return Check(path, tuple(problems), tuple(repairs), tuple(folder.problems), len(folder.index), folder.num_usable)
     finally:
         folder.close()
 
 
 class _Folder(FolderStore):
-    """A run folder whose index is not trusted."""
+    """A run folder that opens with a damaged index."""
 
     problems: list[str]
     num_usable: int
 
     def _read_index(self, writes: bool) -> None:
-        """Not yet: `look` does, and goes on where this would refuse."""
+        """Left to `inspect`, which continues where this would raise."""
 
-    def look(self) -> None:
-        """Read everything, and note what is wrong."""
+    def inspect(self) -> None:
+        """Read everything and collect the problems."""
         self.problems, self.num_usable, self._verified = [], 0, set()
         folders, number = self._chain_folders(), self.manifest["configuration"]["num_chains"]
-        self.problems += [f"'{f}': run.json says num_chains = {number}." for chain, f in folders.items() if chain >= number]
+        self.problems += [f"'{f}': run.json has num_chains = {number}." for c, f in folders.items() if c >= number]
         chains = [chain for chain in folders if chain < number]
-        keys: list[int | None] = [None] if self.is_stacked else list(chains)
-        # before the index: a run that is being written to may be ahead of its checkpoint, never behind
-        states = {
-            key: [self._try_checkpoint(both, file) for file in both.files] for key in keys if (both := self.checkpoints(key))
-        }
+        # before the index: a run that is being written may be ahead of its checkpoint, never behind
+        keys = self._keys(chains)
+        pairs = {key: self.checkpoints(key) for key in keys}
+        counts = {key: [self._try_checkpoint(pair, file) for file in pair.files] for key, pair in pairs.items()}
         self._lines = {chain: self._try_chain(chain) for chain in chains}
         self._index = {chain: lines.records for chain, lines in self._lines.items()}
         self.problems += [f"'{self.path / name}' is missing." for name in self.missing_chains()]
@@ -115,54 +114,54 @@ class _Folder(FolderStore):
         self._bad = {key: words for record in self.kept() for key, words in self._try_draw(record)}
         self.problems += self._bad.values()
         self.num_usable = len(self.kept()) - len(self._bad)
-        for key, found in states.items():
-            counts = [self.num_draws(chain) for chain in (chains if key is None else [key])]
-            self._compare(key, found, min(counts, default=0))
+        for key, chains in keys.items():
+            self._compare(key, counts[key], min(map(self.num_draws, chains), default=0))
 
-    def _compare(self, key: int | None, states: list[dict[str, Any] | None], num_draws: int) -> None:
-        """Checkpoints with the index."""
-        name = "the run" if key is None else f"chain {key}"
-        ahead = [state for state in states if state is not None and state["num_draws"] > num_draws]
-        if states[0] is None and states[1] is not None:
-            self.problems.append(f"the newest checkpoint of {name} is missing or damaged; the one before is whole.")
-        if states[0] is not None and states[0]["num_draws"] < num_draws - 1:  # (a run that is being written is one behind)
-            self.problems.append(f"the checkpoint of {name} is of draw {states[0]['num_draws']}, the index has {num_draws}.")
-        if states[0] is not None and states[0] in ahead:
-            self.problems.append(f"the index of {name} has {num_draws} draws, its checkpoint {states[0]['num_draws']}.")
-        if not [state for state in states if state is not None and state not in ahead]:
-            self.problems.append(f"{name} cannot be resumed: it has no checkpoint that is whole and fits the index.")
+    def _keys(self, chains: Iterable[int]) -> dict[int | None, list[int]]:
+        """The chains of each checkpoint: one for all chains of a stack (None), otherwise one for each."""
+        return {None: list(chains)} if self.is_stacked else {chain: [chain] for chain in chains}
 
-    def _try_checkpoint(self, both: Checkpoints, file: Path) -> dict[str, Any] | None:
-        """How many draws it has, if it is whole."""
+    def _compare(self, key: int | None, counts: list[int | None], num_draws: int) -> None:
+        """Compare the draws of the two checkpoints (None: missing or damaged) with those of the index."""
+        name, (newest, previous) = "the run" if key is None else f"chain {key}", counts
+        if newest is None and previous is not None:
+            self.problems.append(f"the newest checkpoint of {name} is missing or damaged; the previous one is intact.")
+        if newest is not None and newest < num_draws - 1:  # (a run that is being written is one behind)
+            self.problems.append(f"the checkpoint of {name} is of draw {newest}, the index has {num_draws}.")
+        if newest is not None and newest > num_draws:
+            self.problems.append(f"the index of {name} has {num_draws} draws, its checkpoint {newest}.")
+        if not any(count is not None and count <= num_draws for count in counts):
+            self.problems.append(f"{name} cannot be resumed: it has no intact checkpoint that fits the index.")
+
+    def _try_checkpoint(self, pair: Checkpoints, file: Path) -> int | None:
+        """The number of draws of a checkpoint; None if it is missing or damaged."""
         try:
-            state = both.read(file)
+            state = pair.read(file)
         except StoreCorrupt as error:
             self.problems.append(str(error))
             return None
-        return None if state is None else {"file": str(file), "num_draws": state["num_draws"]}
+        return None if state is None else int(state["num_draws"])
 
     def _try_chain(self, chain: int) -> Lines:
         try:
             return self.read_chain(chain)
-        except StoreCorrupt as error:  # it is no plain file
+        except StoreCorrupt as error:  # it is not a plain file
             return Lines([], str(error).removesuffix("."), is_unfinished=False)
 
     def _try_draw(self, record: Record) -> list[tuple[tuple[int, int], str]]:
-        """What is wrong with a draw: nothing, or one thing."""
+        """What is wrong with a draw: at most one thing."""
         words = self.problem_of(record)
         try:
             if words is None:
                 self.load(record)
         except StoreCorrupt as error:
             words = str(error).partition(" `adammcmc")[0].removesuffix(".")
-        except StoreMismatch:  # dropped since, by a run that goes on
+        except StoreMismatch:  # dropped meanwhile by a run that continues
             return []
         return [] if words is None else [((record["chain"], record["draw"]), f"{words}.")]
 
-    # --- repair -------------------------------------------------------------------------------------------------
-
     def repair(self) -> list[str]:
-        """What can be done about the problems; what was done is returned."""
+        """Repair what can be repaired; returns what was done."""
         done: list[str] = []
         for chain, lines in self._lines.items():
             records = self._rebuilt(chain)
@@ -174,13 +173,12 @@ class _Folder(FolderStore):
                     set_aside(index)
                 self.write_index(chain, records)
                 done.append(f"the index of chain {chain} has {len(records)} draws.")
-        keys: list[int | None] = [None] if self.is_stacked else list(self._lines)
-        for key in keys:
-            done += self._repair_checkpoints(key, list(self._lines) if key is None else [key])
+        for key, chains in self._keys(self._lines).items():
+            done += self._repair_checkpoints(key, chains)
         return done
 
     def _rebuilt(self, chain: int) -> list[Record]:
-        """The records of a chain, from the good lines of its index and from its draws, up to the first that neither has."""
+        """The records of a chain from the good lines of its index and from its draws, up to the first missing one."""
         folder = self._folder(chain)
         has_files = self.manifest["keep"] != "moments"
         found = read_good_lines(folder / "index.jsonl", chain, is_sealed=self.is_sealed, has_files=has_files)
@@ -192,13 +190,13 @@ class _Folder(FolderStore):
         while (record := found.get(len(records))) is not None:
             records.append(record)
         self._index[chain] = records
-        for record in self.kept():  # draws that the index had lost were not looked at
+        for record in self.kept():  # draws missing in the index were not inspected
             if record["chain"] == chain and (chain, record["draw"]) not in self._bad:
                 self._bad |= dict(self._try_draw(record))
         return records
 
     def _put_aside(self, record: Record) -> list[str]:
-        """A damaged draw: its line stays, without its file."""
+        """Rename a damaged draw; its line stays, without a file."""
         file, name = self._file(record), f"draw {record['draw']} of chain {record['chain']}"
         for key in ("file", "bytes", "crc32"):
             record.pop(key, None)
@@ -208,26 +206,25 @@ class _Folder(FolderStore):
         return [f"{name} is now '{set_aside(file).name}': its numbers stay in the index."]
 
     def _repair_checkpoints(self, key: int | None, chains: list[int]) -> list[str]:
-        both = self.checkpoints(key)
+        pair = self.checkpoints(key)
         done, usable = [], []
-        for file in both.files:
+        for file in pair.files:
             try:
-                if self.usable(both, file, chains) is not None:
+                if (state := pair.read(file)) is not None:
+                    self.check_draws(chains, state)
                     usable.append(file)
             except StoreCorrupt:
-                if (
-                    self._try_checkpoint(both, file) is None
-                ):  # one that is only ahead of the index still has the health of its chain
+                if self._try_checkpoint(pair, file) is None:  # one ahead of the index still has the health of its chain
                     done.append(f"'{file}' is now '{set_aside(file).name}'.")
-        if usable == [both.previous]:
-            if (aside := both.use_previous()) is not None:
-                done.append(f"'{both.newest}' is now '{aside.name}'.")
-            done.append(f"'{both.newest}' is now the previous checkpoint.")
+        if usable == [pair.previous]:
+            if (aside := pair.use_previous()) is not None:
+                done.append(f"'{pair.newest}' is now '{aside.name}'.")
+            done.append(f"'{pair.newest}' is now the previous checkpoint.")
         return done
 
 
 def _record_in(file: Path, chain: int, draw: int) -> Record | None:
-    """What a draw says of itself, as the index would; None if it is damaged, or of format 1."""
+    """The record in the file of a draw, as in the index; None if it is damaged, or of format 1."""
     try:
         computed, written = checksum(file)
         if written != computed:
@@ -236,6 +233,6 @@ def _record_in(file: Path, chain: int, draw: int) -> Record | None:
             record = load_json(content.metadata()["record"])
         record = {**record, "file": draw_name(draw), "bytes": file.stat().st_size, "crc32": computed}
         check_record(record, chain, draw, has_files=True)
-    except Exception:  # a file that says nothing of use, in whatever way
+    except Exception:  # however the file is damaged
         return None
     return dict(record)

@@ -5,26 +5,32 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from adammcmc.errors import StoreCorrupt
 from adammcmc.posterior.store.encoding import encode, read_state, safetensors_parts
 from adammcmc.posterior.store.files import keep_as, replace_file, set_aside
-from adammcmc.posterior.store.records import FORMAT
 from adammcmc.posterior.store.whole import open_plain, sync_folder
 
-__all__ = ["CHECKPOINT", "PREVIOUS", "Checkpoints", "is_sealed"]
+__all__ = ["CHECKPOINT", "PREVIOUS", "Checkpoints"]
 
 CHECKPOINT, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
 
 
-def is_sealed(manifest: dict[str, Any]) -> bool:
-    """Whether all files of a run have checksums: since format 2. A run of format 1 stays one."""
-    return bool(manifest.get("format", FORMAT) > 1)
+class Found(NamedTuple):
+    """The newest usable checkpoint."""
+
+    state: dict[str, Any] | None
+    """None if there is none."""
+    problems: list[str]
+    """Of newer ones: what is wrong with them."""
+    is_damaged: bool
+    """Whether one of them exists and cannot be used."""
 
 
 class Checkpoints:
@@ -34,12 +40,13 @@ class Checkpoints:
         path: the folder of the run.
         key: the number of the chain; None for all chains at once.
         manifest: of the run.
+        is_sealed: whether its files have checksums.
     """
 
-    def __init__(self, path: Path, key: int | None, manifest: dict[str, Any]) -> None:
+    def __init__(self, path: Path, key: int | None, manifest: dict[str, Any], *, is_sealed: bool) -> None:
         folder = path if key is None else path / f"chain-{key}"
         self.newest, self.previous = folder / CHECKPOINT, folder / PREVIOUS
-        self._is_sealed = is_sealed(manifest)
+        self._is_sealed = is_sealed
         configuration = {name: value for name, value in manifest["configuration"].items() if name != "num_draws"}
         made_from = [configuration, manifest["data"]["fingerprint"], manifest.get("starts")]
         identity = zlib.crc32(json.dumps(made_from, sort_keys=True).encode())
@@ -73,6 +80,21 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             raise StoreCorrupt(f"the checkpoint '{file}' cannot be read: {error}. The draws are not affected.") from error
         return state
+
+    def find(self, check: Callable[[dict[str, Any]], None] = lambda state: None) -> Found:
+        """The newest one that can be read and passes `check`, which raises `StoreCorrupt` otherwise."""
+        problems: list[str] = []
+        is_damaged = False
+        for file in self.files:
+            try:
+                if (state := self.read(file)) is not None:
+                    check(state)
+                    return Found(state, problems, is_damaged)
+                problems.append(f"the checkpoint '{file}' is missing.")
+            except StoreCorrupt as error:
+                problems.append(str(error))
+                is_damaged = True
+        return Found(None, problems, is_damaged)
 
     def num_draws(self) -> int:
         """The number of draws that the newest one counts, by its header; 0 if that cannot be read."""

@@ -1,19 +1,20 @@
 """Tensors and nested states as bytes, without pickle: safetensors for tensors, JSON for the rest.
 
-A sealed file holds its own checksum: the first entry of its metadata, "crc32", has the eight hexadecimal digits of the crc32
-of the whole file, computed with these digits as zeros.
+A sealed file holds its own checksum: the first entry of its metadata, "crc32", has the eight hexadecimal digits of the
+crc32 of the whole file, computed with zeros in place of these digits.
 """
 
 from __future__ import annotations
 
 import base64
 import errno
+import itertools
 import json
 import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import RawIOBase
 from pathlib import Path
 from typing import Any, cast
@@ -27,25 +28,15 @@ from torch.utils import _pytree
 from adammcmc.posterior.store.whole import open_plain, whole
 
 __all__ = [
-    "HostCopies",
-    "Tensors",
-    "can_store",
-    "checksum",
-    "decode",
-    "encode",
-    "plain_json",
-    "read_state",
-    "safetensors_parts",
-    "strict_json",
-    "write_parts",
-    "write_state",
-]
+    "HostCopies", "Tensors", "can_store", "checksum", "decode", "encode", "plain_json", "read_state", "safetensors_parts",
+    "strict_json", "write_parts", "write_state",
+]  # fmt: skip
 
 Tensors = Mapping[str, Tensor]
 
 
 def encode(state: Any) -> tuple[str, dict[str, Tensor]]:
-    """A nested state of numbers, strings, lists, tuples, dictionaries and tensors: as JSON, and its tensors by name.
+    """A nested state of numbers, strings, lists, tuples, dictionaries and tensors as JSON, with its tensors by name.
 
     Example:
         >>> text, tensors = encode({"a": (1, None), 7: torch.ones(2)})
@@ -74,8 +65,7 @@ def encode(state: Any) -> tuple[str, dict[str, Tensor]]:
         if isinstance(value, tuple):
             return {"tuple": [walk(item, f"{where}/{i}") for i, item in enumerate(value)]}
         if isinstance(value, Mapping):
-            pairs = [[walk(key, where), walk(item, f"{where}/{key}")] for key, item in value.items()]
-            return {"dict": pairs}
+            return {"dict": [[walk(key, where), walk(item, f"{where}/{key}")] for key, item in value.items()]}
         if isinstance(value, bytes):
             return {"bytes": base64.b64encode(value).decode()}
         if isinstance(value, np.ndarray) and value.dtype != object:
@@ -86,7 +76,7 @@ def encode(state: Any) -> tuple[str, dict[str, Tensor]]:
 
 
 def decode(text: str, tensors: Tensors) -> Any:
-    """What `encode` was given."""
+    """The inverse of `encode`."""
 
     def walk(value: Any) -> Any:
         if isinstance(value, list):
@@ -94,35 +84,33 @@ def decode(text: str, tensors: Tensors) -> Any:
         if not isinstance(value, dict):
             return value
         ((kind, content),) = value.items()
-        if kind == "float":
-            return float(content)
-        if kind == "tensor":
-            return tensors[content]
-        if kind == "tuple":
-            return tuple(walk(item) for item in content)
-        if kind == "bytes":
-            return base64.b64decode(content)
-        if kind == "array":
-            return walk(content).numpy()
-        return {walk(key): walk(item) for key, item in content}
+        return readers[kind](content)
 
+    readers: dict[str, Callable[[Any], Any]] = {
+        "float": float,
+        "tensor": tensors.__getitem__,
+        "bytes": base64.b64decode,
+        "tuple": lambda items: tuple(map(walk, items)),
+        "array": lambda item: walk(item).numpy(),
+        "dict": lambda pairs: {walk(key): walk(item) for key, item in pairs},
+    }
     return walk(json.loads(text))
 
 
 def write_state(path: Path, state: Any, what: str) -> None:
-    """A nested state as one safetensors file with a checksum, whole or not at all; `what` it is stands in its header."""
+    """Write a nested state as one safetensors file with a checksum, atomically; `what` goes into its header."""
     text, tensors = encode(state)
     with whole(path) as file, file.open("wb", buffering=0) as written:
         write_parts(written, safetensors_parts(tensors, {"what": what, "state": text}, is_sealed=True))
 
 
 def read_state(path: Path, *, must_be_sealed: bool = False, may_be_link: bool = True) -> Any:
-    """What `write_state` was given. A ValueError says what is wrong with a damaged file.
+    """The inverse of `write_state`. A damaged file raises a ValueError with the reason.
 
     Args:
         path: the file.
-        must_be_sealed: whether to refuse a file without a checksum, as older versions wrote it.
-        may_be_link: whether to follow a symbolic link.
+        must_be_sealed: refuse a file without a checksum, as older versions wrote it.
+        may_be_link: follow a symbolic link.
     """
     computed, written = checksum(path, may_be_link=may_be_link)
     if written is not None and written != computed:
@@ -130,7 +118,7 @@ def read_state(path: Path, *, must_be_sealed: bool = False, may_be_link: bool = 
     try:
         with safe_open(path, framework="pt") as content:
             metadata = content.metadata()
-            # who writes a checksum writes the format too, so that a damaged entry "crc32" is not taken for an old file
+            # a sealed file names its format too, so that a damaged entry "crc32" is not mistaken for an old file
             if written is None and (must_be_sealed or metadata.get("format", "1") != "1"):
                 raise ValueError("it has no checksum")
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
@@ -140,12 +128,12 @@ def read_state(path: Path, *, must_be_sealed: bool = False, may_be_link: bool = 
 
 
 _SEAL = b'{"__metadata__": {"crc32": "'
-"""How the header of a sealed file begins; eight hexadecimal digits follow."""
+"""The beginning of the header of a sealed file; eight hexadecimal digits follow."""
 _DIGITS = slice(8 + len(_SEAL), 16 + len(_SEAL))
 
 
 def write_parts(file: RawIOBase, parts: Iterable[bytes | memoryview]) -> tuple[int, int]:
-    """Write the parts of a file, and the digits of its seal if it has one. Returns its size, and its checksum as below."""
+    """Write the parts of a file, and the digits of its seal if it has one. Returns its size, and its `checksum`."""
     size = crc = 0
     is_sealed = False
     for part in _gathered(parts):
@@ -159,7 +147,7 @@ def write_parts(file: RawIOBase, parts: Iterable[bytes | memoryview]) -> tuple[i
 
 
 def checksum(path: Path, *, may_be_link: bool = False) -> tuple[int, int | None]:
-    """The crc32 of a file, the digits of its seal taken for zeros, and the one that the seal says (None: it has none)."""
+    """The crc32 of a file with zeros in place of the digits of its seal, and the crc32 in the seal (None: no seal)."""
     with open(open_plain(path, may_be_link=may_be_link), "rb") as file:
         head, written = bytearray(file.read(_DIGITS.stop)), None
         if head[8 : _DIGITS.start] == _SEAL:
@@ -172,7 +160,7 @@ def checksum(path: Path, *, may_be_link: bool = False) -> tuple[int, int | None]
 
 
 def _gathered(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """The same bytes with small parts joined: one call of the system for many of them."""
+    """The same bytes with small parts joined, for fewer system calls."""
     small: list[bytes | memoryview] = []
     for part in parts:
         if len(part) < 1 << 16:
@@ -187,7 +175,7 @@ def _gathered(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryvie
 
 
 def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:
-    """A system may take a part at a time, and says that the disk is full by taking none."""
+    """A system call may write only a part of the bytes; it writes none if the disk is full."""
     rest = memoryview(content)
     while len(rest) > 0:
         taken = file.write(rest)
@@ -199,15 +187,16 @@ def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:
 def safetensors_parts(
     tensors: Tensors, metadata: dict[str, str] | None = None, *, dtype: str | None = None, is_sealed: bool = False
 ) -> Iterator[bytes | memoryview]:
-    """The parts of a safetensors file, header first, one tensor on the host at a time and without a copy where it is there.
+    """The parts of a safetensors file, header first: one tensor on the host at a time, without a copy if it is there.
 
-    The package's own writer copies everything twice, which at each draw of a large model costs time, and memory that the
-    allocator never gives back. `dtype` is that of floating tensors. A sealed file has room for its own checksum: `write_parts`.
+    The package's own writer copies everything twice. At each draw of a large model that costs time, and memory that the
+    allocator never returns. `dtype` is for floating-point tensors. A sealed file has space for its own checksum, which
+    `write_parts` fills in.
     """
     if is_sealed:
         metadata = {"crc32": "0" * 8, "format": "2", **(metadata or {})}
     kinds = {name: _kind(x, dtype) for name, x in tensors.items()}
-    order = sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))  # numbers then lie at multiples of their size
+    order = sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))  # aligns numbers to their size
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
     for name in order:
@@ -223,27 +212,15 @@ def safetensors_parts(
 
 
 _NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 def can_store(dtype: torch.dtype) -> bool:
-    """Whether safetensors has a name for it."""
+    """Whether safetensors supports this dtype."""
     return dtype in _NAMES
 
 
@@ -255,27 +232,26 @@ def _kind(x: Tensor, dtype: str | None) -> torch.dtype:
 
 
 class HostCopies:
-    """Copies of nested tensors on the host, in pinned memory that is taken once: valid until the next call."""
+    """Copies of nested tensors on the host, in pinned memory that is allocated once; valid until the next call."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
 
     def __call__(self, tree: Any) -> Any:
-        """All tensors of the tree, copied; waits for the device once."""
-        leaves, structure = _pytree.tree_flatten(tree)
-        count, device = 0, None
-        for i, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):
-                continue
-            if leaf.device.type == "cpu":
-                leaves[i] = leaf.detach().clone()
-                continue
-            device = leaf.device
-            leaves[i] = self._buffer(count, leaf).copy_(leaf.detach(), non_blocking=True)
-            count += 1
-        if device is not None and device.type == "cuda":
+        """All tensors of the tree, copied, with one synchronization."""
+        number, device = itertools.count(), torch.device("cpu")
+
+        def copy(x: Tensor) -> Tensor:
+            nonlocal device
+            if x.device.type == "cpu":
+                return x.detach().clone()
+            device = x.device
+            return self._buffer(next(number), x).copy_(x.detach(), non_blocking=True)
+
+        copies = _pytree.tree_map_only(Tensor, copy, tree)
+        if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        return _pytree.tree_unflatten(leaves, structure)
+        return copies
 
     def _buffer(self, number: int, like: Tensor) -> Tensor:
         if number == len(self._buffers):
@@ -288,7 +264,7 @@ class HostCopies:
 
 
 def strict_json(value: Any) -> Any:
-    """With null where JSON has no number."""
+    """With None for numbers that JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -299,7 +275,7 @@ def strict_json(value: Any) -> Any:
 
 
 def plain_json(value: Any) -> Any:
-    """As JSON would give it back."""
+    """Numbers, strings and lists as JSON returns them; anything else as a string."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list):

@@ -7,18 +7,15 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from adammcmc.errors import StoreCorrupt, StoreFull
 from adammcmc.posterior.store.encoding import write_parts
 from adammcmc.posterior.store.whole import NotPlain, open_new, open_plain, put, sync_folder
 
 __all__ = [
-    "BackgroundWriter",
     "append_line",
     "check_space",
     "checked_folder",
@@ -149,28 +146,3 @@ def format_bytes(number: int) -> str:
         size /= 1000
         units.pop(0)
     return f"{size:.3g} {units[0]}"
-
-
-class BackgroundWriter:
-    """Runs one write at a time in a thread."""
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
-
-    def submit(self, write: Callable[..., None], *arguments: Any) -> None:
-        """Start a write. Call `wait` before."""
-        self._pool = self._pool or ThreadPoolExecutor(max_workers=1, thread_name_prefix="adammcmc-store")
-        self._pending = self._pool.submit(write, *arguments)
-
-    def wait(self) -> None:
-        """Wait for the write in progress, and raise its error."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def close(self) -> None:
-        """End the thread."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown()

@@ -24,7 +24,9 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from torch import Tensor
 from adammcmc.errors import StoreCorrupt, StoreMismatch, warn
 from adammcmc.posterior.store import files
 from adammcmc.posterior.store.base import MemoryStore, Store
-from adammcmc.posterior.store.checkpoint import CHECKPOINT, PREVIOUS, Checkpoints, is_sealed
+from adammcmc.posterior.store.checkpoint import CHECKPOINT, PREVIOUS, Checkpoints
 from adammcmc.posterior.store.encoding import HostCopies, Tensors, checksum, safetensors_parts, strict_json
 from adammcmc.posterior.store.files import format_bytes
 from adammcmc.posterior.store.lock import LOCK, Lock
@@ -75,7 +77,9 @@ class FolderStore(Store):
         self._num_saved: dict[int, int] = {}
         """The number of draws of a chain at its last checkpoint."""
         self._num_dropped: dict[int, int] = {}
-        self._writer, self._host = files.BackgroundWriter(), HostCopies()
+        self._host = HostCopies()
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adammcmc-store")  # starts with its first task
+        self._pending: Future[None] | None = None
         try:
             if manifest is not None:
                 self._begin(manifest)
@@ -113,20 +117,22 @@ class FolderStore(Store):
 
     @property
     def is_sealed(self) -> bool:
-        """Whether all files of this run have checksums."""
-        return is_sealed(self.manifest)
+        """Whether all files of this run have checksums: since format 2. A run of format 1 stays one."""
+        return bool(self.manifest.get("format", FORMAT) > 1)
 
     def write_manifest(self) -> None:
         files.replace_file(self.path / MANIFEST, [manifest_text(self.manifest)])
 
     def flush(self) -> None:
-        self._writer.wait()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def close(self) -> None:
         try:
             self.flush()
         finally:
-            self._writer.close()
+            self._writer.shutdown()
             if self._lock is not None:
                 self._lock.release()
 
@@ -157,7 +163,7 @@ class FolderStore(Store):
         if self._is_on_host(tensors):
             super().commit(records, tensors, state)
         else:
-            self._writer.submit(super().commit, records, *self._host((dict(tensors), state)))
+            self._pending = self._writer.submit(super().commit, records, *self._host((dict(tensors), state)))
 
     @staticmethod
     def _is_on_host(tensors: Tensors) -> bool:
@@ -214,7 +220,7 @@ class FolderStore(Store):
 
     def checkpoints(self, key: int | None) -> Checkpoints:
         """Of a chain, or (None) of all chains at once."""
-        return Checkpoints(self.path, key, self.manifest)
+        return Checkpoints(self.path, key, self.manifest, is_sealed=self.is_sealed)
 
     def save(self, key: int | None, state: dict[str, Any]) -> None:
         if key is not None:
@@ -228,59 +234,39 @@ class FolderStore(Store):
         if (key is None) != self.is_stacked:
             return None
         chains = sorted(self._index) if key is None else [key]
-        problems, is_damaged = [], False
-        for file in (both := self.checkpoints(key)).files:
-            try:
-                state = both.read(file)
-            except StoreCorrupt as error:
-                problems.append(str(error))
-                is_damaged = True
-                continue
-            if state is None:
-                problems.append(f"the checkpoint '{file}' is missing.")
-                continue
-            if problems:
-                warn(f"{problems[0]} The previous one is used.")
-            elif (most := max(map(self.num_draws, chains), default=0)) > state["num_draws"]:
-                warn(f"the checkpoint '{file}' is of draw {state['num_draws']} of {most}: so are health and moments.")
-            return state
-        if is_damaged:
-            raise StoreCorrupt(problems[0])
-        if any(map(self.num_draws, chains)):
-            warn(f"{problems[0]} Health and moments are unknown.")
-        return None
+        most = max(map(self.num_draws, chains), default=0)
+        state, problems, is_damaged = self.checkpoints(key).find()
+        if state is None:
+            if is_damaged:
+                raise StoreCorrupt(problems[0])
+            if most > 0:
+                warn(f"{problems[0]} Health and moments are unknown.")
+        elif problems:
+            warn(f"{problems[0]} The previous one is used.")
+        elif most > state["num_draws"]:
+            warn(f"a checkpoint in '{self.path}' is of draw {state['num_draws']} of {most}: so are health and moments.")
+        return state
 
     def restore(self, key: int | None, chains: Sequence[int]) -> dict[str, Any] | None:
         """The newest checkpoint that is intact and whose draws are all in the index; warns if it is the previous one."""
-        both = self.checkpoints(key)
-        problems = []
-        for file in both.files:
-            try:
-                state = self.usable(both, file, chains)
-            except StoreCorrupt as error:
-                problems.append(str(error))
-                continue
-            if state is None:
-                continue
-            if file == both.previous:
-                why = problems[0] if problems else f"'{both.newest}' is missing."
-                warn(f"{why} The run resumes from the previous checkpoint.")
-                both.use_previous()
-            for chain in chains:
-                self.rewind(chain, state["num_draws"])
-            return state
-        if problems:
-            raise StoreCorrupt(f"{problems[0]} `adammcmc check {self.path} --repair` recovers what it can.")
-        return None
-
-    def usable(self, both: Checkpoints, file: Path, chains: Sequence[int]) -> dict[str, Any] | None:
-        """A checkpoint to resume from: the index must have all its draws. None if the file does not exist."""
-        if (state := both.read(file)) is None:
+        pair = self.checkpoints(key)
+        state, problems, is_damaged = pair.find(partial(self.check_draws, chains))
+        if state is None:
+            if is_damaged:
+                raise StoreCorrupt(f"{problems[0]} `adammcmc check {self.path} --repair` recovers what it can.")
             return None
+        if problems:
+            warn(f"{problems[0]} The run resumes from the previous checkpoint.")
+            pair.use_previous()
+        for chain in chains:
+            self.rewind(chain, state["num_draws"])
+        return state
+
+    def check_draws(self, chains: Sequence[int], state: dict[str, Any]) -> None:
+        """Refuse a checkpoint with more draws than the index has."""
         for chain in chains:
             if self.num_draws(chain) < state["num_draws"]:
                 raise StoreCorrupt(self._missing_lines(chain, state["num_draws"]))
-        return state
 
     def _missing_lines(self, chain: int, counted: int) -> str:
         return (
@@ -361,12 +347,9 @@ class FolderStore(Store):
     def _check_that_no_checkpoint_needs_it(self, chain: int, problem: str) -> None:
         """A bad line after the draws of a checkpoint is an interrupted write: its draw is made again on resume."""
         key, chains = (None, sorted(self._index)) if self.is_stacked else (chain, [chain])
-        both = self.checkpoints(key)
-        for file in both.files:
-            with suppress(StoreCorrupt):
-                if self.usable(both, file, chains) is not None:
-                    warn(f"{problem}: draws from there on are left out, and made again on resume.")
-                    return
+        if self.checkpoints(key).find(partial(self.check_draws, chains)).state is not None:
+            warn(f"{problem}: draws from there on are left out, and made again on resume.")
+            return
         raise StoreCorrupt(f"{problem}. `adammcmc check {self.path} --repair` rebuilds the index from the draws.")
 
     def missing_chains(self) -> list[str]:
@@ -374,7 +357,7 @@ class FolderStore(Store):
         number = self.manifest["configuration"]["num_chains"]
         if self.is_stacked and not self._index:
             with suppress(StoreCorrupt):
-                states = map((both := self.checkpoints(None)).read, both.files)
+                states = map((pair := self.checkpoints(None)).read, pair.files)
                 if not any(state["num_draws"] for state in states if state is not None):
                     return []
         return [f"chain-{chain}" for chain in range(number) if chain not in self._index]

@@ -1,8 +1,8 @@
-"""What a run folder says in JSON, read with distrust: `run.json`, and the lines of the index.
+"""The JSON of a run folder, read without trust: `run.json` and the lines of the index.
 
-Since format 2 both carry checksums: `run.json` in its entry "crc32" (of its text without it, keys sorted, no spaces), a line
-of the index in its last entry, "line_crc32" (of the line without it). Whatever is wrong with them is a `StoreCorrupt` or, for
-a line, a ValueError that says what.
+Since format 2 both have checksums: `run.json` in its entry "crc32" (of its text without that entry, keys sorted, no
+spaces), a line of the index in its last entry, "line_crc32" (of the line without it). An error is a `StoreCorrupt` or,
+for a line, a ValueError with the reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,20 +24,9 @@ from adammcmc.posterior.store.encoding import can_store
 from adammcmc.posterior.store.whole import NotPlain, open_plain
 
 __all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "Lines",
-    "Record",
-    "check_manifest",
-    "check_record",
-    "draw_name",
-    "line_of",
-    "load_json",
-    "manifest_text",
-    "read_good_lines",
-    "read_lines",
-    "read_manifest",
-]
+    "FORMAT", "MANIFEST", "Lines", "Record", "check_manifest", "check_record", "draw_name", "line_of", "load_json",
+    "manifest_text", "read_good_lines", "read_lines", "read_manifest",
+]  # fmt: skip
 
 FORMAT = 2
 MANIFEST = "run.json"
@@ -44,23 +34,106 @@ Record = dict[str, Any]
 """One line of the index."""
 _MOST_BYTES = 8 << 20  # of run.json: ten thousand tensors take one million
 _LONGEST_LINE = 1 << 20
+_MOST_CHAINS = 100_000  # if the manifest has no settings of chains to compare their number with
 
 
-class Lines(NamedTuple):
-    """An index as far as it is good."""
-
-    records: list[Record]
-    problem: str | None
-    """What is wrong with the line after them; None: there is none."""
-    is_unfinished: bool
-    """Whether the last line has no end: its writer was interrupted, and it does not count."""
+def load_json(text: bytes | str) -> Any:
+    """Strict JSON: anything wrong is a ValueError."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
-# --- run.json -------------------------------------------------------------------------------------------------------------
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+Check = Callable[[Any], bool]
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 63
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_count(value, 1)
+
+
+def _is_number(value: Any) -> bool:
+    """None, or a number; JSON has integers of any size, which may be below infinity and yet exceed every float."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (is_number and abs(value) <= sys.float_info.max)
+
+
+def _is_dtype(value: Any) -> bool:
+    kind = getattr(torch, value, None) if isinstance(value, str) else None
+    return value is None or (isinstance(kind, torch.dtype) and kind.is_floating_point and can_store(kind))
+
+
+def _is_tensor(value: Any) -> bool:
+    """A dtype and a shape."""
+    if not (isinstance(value, list | tuple) and len(value) == 2):
+        return False
+    dtype, shape = value
+    return isinstance(dtype, str) and isinstance(shape, list | tuple) and all(map(_is_count, shape))
+
+
+def _is_settings(value: Any) -> bool:
+    return isinstance(value, dict) and "inverse_temperature" in value and all(map(_is_number, value.values()))
+
+
+def _is(kind: type) -> Check:
+    return lambda value: isinstance(value, kind)
+
+
+_PARTS: dict[str, dict[str, Check]] = {
+    "": {
+        "keep": lambda x: x in ("draws", "moments") or _is_positive(x),
+        "dtype": _is_dtype,
+        "has_targets": _is(bool),
+        "num_parts": _is_positive,
+        "created": _is(str),
+        "target": _is(str),
+        "target_at_first": _is(str),
+        "chains": lambda x: isinstance(x, list) and all(map(_is_settings, x)),
+        "gradients_per_step": _is_number,
+    },
+    "configuration": {"num_chains": _is_positive, "num_draws": _is_positive, "stacked": _is(bool), "scan": _is(dict)},
+    "data": {"num_data": _is_count, "fingerprint": _is(str), "all_rows": lambda x: x is None or isinstance(x, str)},
+    "model": {"tensors": lambda x: isinstance(x, dict) and all(map(_is_tensor, x.values()))},
+    "likelihood": {"name": _is(str), "noise": _is_number},
+    "versions": {"adammcmc": _is(str)},
+}
+"""The entries of every manifest, by part, and what each must be."""
+_OPTIONAL = ("stacked", "scan", "noise", "chains", "gradients_per_step", "all_rows")
+
+_COLUMNS: dict[str, Check] = {
+    "step": _is_count,
+    "loss": _is_number,
+    "potential": _is_number,
+    "acceptance_rate": _is_number,
+    "num_accepted": _is_count,
+    "is_accepted": _is(bool),
+    "seconds": lambda x: x is not None and _is_number(x),
+    "health": lambda x: isinstance(x, dict) and _is_count(x.get("num_steps")) and all(map(_is_number, x.values())),
+    "bytes": _is_count,
+    "crc32": lambda x: _is_count(x) and x < 1 << 32,
+}
+"""The entries of a record, and what each must be."""
+_REQUIRED = ("step", "loss", "health")
+
+
+def _check_entries(found: dict[str, Any], checks: dict[str, Check], required: Collection[str], where: str = "") -> None:
+    for name, is_right in checks.items():
+        if name in found and not is_right(found[name]):
+            raise ValueError(f"has {name} = {str(found[name])[:80]}{where}")
+        if name not in found and name in required:
+            raise ValueError(f"has no '{name}'{where}")
 
 
 def manifest_text(manifest: dict[str, Any]) -> bytes:
-    """As it is written; with its checksum, unless the run has format 1."""
+    """The content of `run.json`, with its checksum unless the run has format 1."""
     content = {"what": "a run of adammcmc", "format": FORMAT, **{k: v for k, v in manifest.items() if k != "crc32"}}
     if content["format"] > 1:
         content["crc32"] = _manifest_crc(content)
@@ -68,7 +141,7 @@ def manifest_text(manifest: dict[str, Any]) -> bytes:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What was run in this folder; refused with the reason if it holds no run that can be read."""
+    """The manifest of the run in this folder; an error with the reason if there is no run that can be read."""
     file = path / MANIFEST
     if not os.path.lexists(file):
         what = "does not exist" if not path.exists() else "holds no run of adammcmc (it has no run.json)"
@@ -87,15 +160,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise StoreCorrupt(f"'{file}' is not JSON: {error}.") from error
     if not isinstance(manifest, dict) or "format" not in manifest or "keep" not in manifest:
-        raise StoreMismatch(f"'{file}' is of some other program: it names no format.")
+        raise StoreMismatch(f"'{file}' is a file of some other program: it names no format.")
     number, versions = manifest["format"], manifest.get("versions")
-    if not _is_count(number, 1):
+    if not _is_positive(number):
         raise StoreCorrupt(f"'{file}' is damaged: its format is {number!r}, and must be an integer of at least 1.")
     if number > FORMAT:
         version = versions.get("adammcmc", "?") if isinstance(versions, dict) else "?"
         raise StoreMismatch(
-            f"'{path}' has format {number} of a newer version of adammcmc ({version}); this one reads up to {FORMAT}. Update "
-            "adammcmc."
+            f"'{path}' has format {number} of a newer version of adammcmc ({version}); this one reads up to {FORMAT}. "
+            "Update adammcmc."
         )
     if (number > 1 or "crc32" in manifest) and manifest.get("crc32") != _manifest_crc(manifest):
         raise StoreCorrupt(f"'{file}' is damaged, or was edited by hand: its content does not match its checksum.")
@@ -104,34 +177,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def check_manifest(manifest: dict[str, Any], path: str | Path) -> None:
-    """Refuse a manifest that is JSON but has lost parts that every run has, or has other things in their places."""
-    file = Path(path) / MANIFEST
-    for part, tests in _PARTS.items():
-        if not isinstance(found := manifest.get(part) if part else manifest, dict):
-            raise StoreCorrupt(f"'{file}' is damaged: it has no '{part}'.")
-        where = f" in {part}" if part else ""
-        for name, is_right in tests.items():
-            if name not in found and name not in _OPTIONAL:
-                raise StoreCorrupt(f"'{file}' is damaged: it has no '{name}'{where}.")
-            if name in found and not is_right(found[name]):
-                raise StoreCorrupt(f"'{file}' is damaged: it has {name} = {str(found[name])[:80]}{where}.")
-    number, chains = manifest["configuration"]["num_chains"], manifest.get("chains")
-    if chains is not None and len(chains) != number:
-        raise StoreCorrupt(f"'{file}' is damaged: it has num_chains = {number}, and the settings of {len(chains)} chains.")
-    if chains is None and number > _MOST_CHAINS:
-        raise StoreCorrupt(f"'{file}' is damaged: it has num_chains = {number}.")
-
-
-def load_json(text: bytes | str) -> Any:
-    """JSON, strictly: whatever is wrong with it is a ValueError."""
+    """Refuse a manifest that lacks entries that every run has, or has values of other kinds in their places."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+        for part, checks in _PARTS.items():
+            if not isinstance(found := manifest.get(part) if part else manifest, dict):
+                raise ValueError(f"has no '{part}'")
+            required = [name for name in checks if name not in _OPTIONAL]
+            _check_entries(found, checks, required, f" in {part}" if part else "")
+        number, chains = manifest["configuration"]["num_chains"], manifest.get("chains")
+        if chains is not None and len(chains) != number:
+            raise ValueError(f"has num_chains = {number}, and the settings of {len(chains)} chains")
+        if chains is None and number > _MOST_CHAINS:
+            raise ValueError(f"has num_chains = {number}")
+    except ValueError as error:
+        raise StoreCorrupt(f"'{Path(path) / MANIFEST}' is damaged: it {error}.") from error
 
 
 def _manifest_crc(manifest: dict[str, Any]) -> str:
@@ -139,78 +198,14 @@ def _manifest_crc(manifest: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
-def _is_count(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 63
+class Lines(NamedTuple):
+    """The intact part of an index."""
 
-
-def _is_number(value: Any) -> bool:
-    if value is None:
-        return True
-    # JSON has integers of any size, which are below inf and yet no float
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _is_dtype(value: Any) -> bool:
-    kind = getattr(torch, value, None) if isinstance(value, str) else None
-    return value is None or (isinstance(kind, torch.dtype) and kind.is_floating_point and can_store(kind))
-
-
-def _is_tensors(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(pair, list | tuple)
-        and len(pair) == 2
-        and isinstance(pair[0], str)
-        and isinstance(pair[1], list | tuple)
-        and all(map(_is_count, pair[1]))
-        for pair in value.values()
-    )
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_settings(value: Any) -> bool:
-    return isinstance(value, dict) and "inverse_temperature" in value and all(map(_is_number, value.values()))
-
-
-_MOST_CHAINS = 100_000  # of runs whose manifest has no settings of chains, by which their number could be checked
-_OPTIONAL = ("stacked", "scan", "noise", "chains", "gradients_per_step", "all_rows")
-_PARTS: dict[str, dict[str, Callable[[Any], bool]]] = {
-    "": {
-        "keep": lambda x: x in ("draws", "moments") or _is_count(x, 1),
-        "dtype": _is_dtype,
-        "has_targets": _is_flag,
-        "num_parts": lambda x: _is_count(x, 1),
-        "created": _is_text,
-        "target": _is_text,
-        "target_at_first": _is_text,
-        "chains": lambda x: isinstance(x, list) and all(map(_is_settings, x)),
-        "gradients_per_step": _is_number,
-    },
-    "configuration": {
-        "num_chains": lambda x: _is_count(x, 1),
-        "num_draws": lambda x: _is_count(x, 1),
-        "stacked": _is_flag,
-        "scan": _is_table,
-    },
-    "data": {"num_data": _is_count, "fingerprint": _is_text, "all_rows": lambda x: x is None or _is_text(x)},
-    "model": {"tensors": _is_tensors},
-    "likelihood": {"name": _is_text, "noise": _is_number},
-    "versions": {"adammcmc": _is_text},
-}
-"""What the manifest of every run has, of itself and of its parts, and what each of it must be."""
-
-
-# --- the index ------------------------------------------------------------------------------------------------------------
+    records: list[Record]
+    problem: str | None
+    """What is wrong with the line after them; None if there is none."""
+    is_unfinished: bool
+    """Whether the last line has no end: its writer was interrupted, and it does not count."""
 
 
 def draw_name(draw: int) -> str:
@@ -219,7 +214,7 @@ def draw_name(draw: int) -> str:
 
 
 def line_of(record: Record, *, is_sealed: bool) -> bytes:
-    """A record as it stands in the index, with the end of its line."""
+    """A record as a line of the index, with its line end."""
     text = json.dumps(record, allow_nan=False)
     if is_sealed:
         text = f'{text[:-1]}, "line_crc32": "{zlib.crc32(text.encode()):08x}"}}'
@@ -227,50 +222,46 @@ def line_of(record: Record, *, is_sealed: bool) -> bytes:
 
 
 def read_lines(file: Path, chain: int, *, is_sealed: bool, has_files: bool) -> Lines:
-    """The index of a chain, up to its first bad line.
-
-    Args:
-        file: the index.
-        chain: whose it is.
-        is_sealed: whether its lines have checksums.
-        has_files: whether draws have files.
-    """
+    """The index of a chain up to its first bad line; sealed lines have checksums, and draws may have files."""
     records: list[Record] = []
     try:
         descriptor = open_plain(file)
     except FileNotFoundError:
         return Lines(records, None, is_unfinished=False)
-    with open(descriptor, "rb") as lines:
-        while line := lines.readline(_LONGEST_LINE):
-            if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
-                return Lines(records, None, is_unfinished=True)
-            try:
-                record = _read_line(line, is_sealed)
-                check_record(record, chain, len(records), has_files)
-            except ValueError as error:
-                return Lines(records, f"'{file}' is damaged: line {len(records) + 1} {error}", is_unfinished=False)
-            records.append(record)
+    for line in _lines(descriptor):
+        if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+            return Lines(records, None, is_unfinished=True)
+        try:
+            record = _read_line(line, is_sealed)
+            check_record(record, chain, len(records), has_files)
+        except ValueError as error:
+            return Lines(records, f"'{file}' is damaged: line {len(records) + 1} {error}", is_unfinished=False)
+        records.append(record)
     return Lines(records, None, is_unfinished=False)
 
 
 def read_good_lines(file: Path, chain: int, *, is_sealed: bool, has_files: bool) -> dict[int, Record]:
-    """The records of all good lines of an index, by draw, whatever stands between them. Arguments as in `read_lines`."""
+    """The records of all good lines of an index, by draw, wherever they are. Arguments as in `read_lines`."""
     found: dict[int, Record] = {}
     try:
         descriptor = open_plain(file)
     except OSError:
         return found
+    for line in _lines(descriptor):
+        if not line.endswith(b"\n"):
+            break  # unfinished, or not an index
+        with suppress(ValueError):
+            record = _read_line(line, is_sealed)
+            check_record(record, chain, record.get("draw"), has_files)
+            found.setdefault(record["draw"], record)
+    return found
+
+
+def _lines(descriptor: int) -> Iterator[bytes]:
+    """Lines with their ends, of bounded length."""
     with open(descriptor, "rb") as lines:
         while line := lines.readline(_LONGEST_LINE):
-            if not line.endswith(b"\n"):
-                break  # unfinished, or of no index
-            try:
-                record = _read_line(line, is_sealed)
-                check_record(record, chain, record.get("draw"), has_files)
-                found.setdefault(record["draw"], record)
-            except ValueError:
-                continue
-    return found
+            yield line
 
 
 _SEAL_LENGTH = len(', "line_crc32": "00000000"}\n')
@@ -289,35 +280,17 @@ def _read_line(line: bytes, is_sealed: bool) -> Record:
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from error
     if not isinstance(record, dict):
-        raise ValueError("is no record of a draw")
+        raise ValueError("is not the record of a draw")
     return record
 
 
 def check_record(record: Record, chain: int, draw: Any, has_files: bool) -> None:
-    """Refuse, with a ValueError, what is not the record of this draw."""
+    """Refuse, with a ValueError, anything but the record of this draw."""
     if record.get("draw") != draw or record.get("chain") != chain or not _is_count(draw):
         raise ValueError(f"should be draw {draw} of chain {chain}: lines are missing or damaged")
-    for name, is_right in _COLUMNS.items():
-        if name in record and not is_right(record[name]):
-            raise ValueError(f"has {name} = {str(record[name])[:80]}")
-        if name not in record and name in ("step", "loss", "health"):
-            raise ValueError(f"has no '{name}'")
+    _check_entries(record, _COLUMNS, _REQUIRED)
     if "file" in record:
         if record["file"] != draw_name(draw) or not {"bytes", "crc32"} <= record.keys():
             raise ValueError(f"must name the file {draw_name(draw)}, its bytes and crc32")
     elif has_files and "is_set_aside" not in record:
         raise ValueError("names no file")
-
-
-_COLUMNS: dict[str, Callable[[Any], bool]] = {
-    "step": _is_count,
-    "loss": _is_number,
-    "potential": _is_number,
-    "acceptance_rate": _is_number,
-    "num_accepted": _is_count,
-    "is_accepted": _is_flag,
-    "seconds": lambda x: x is not None and _is_number(x),
-    "health": lambda x: isinstance(x, dict) and _is_count(x.get("num_steps")) and all(map(_is_number, x.values())),
-    "bytes": _is_count,
-    "crc32": lambda x: _is_count(x) and x < 1 << 32,
-}

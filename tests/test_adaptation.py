@@ -1,4 +1,4 @@
-"""Burn-in: it reaches what it aims at, learns the scales, waits for U, then lets go; and nothing is collected meanwhile."""
+"""Burn-in: it reaches its target, learns the scales, waits for U, then freezes; nothing is collected meanwhile."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def test_noise_of_the_batch_does_not_pass_for_a_flat_u() -> None:
 
 
 @pytest.mark.parametrize("num_frozen", [0, 2, 12])
-def test_chains_that_stand_still_are_named(num_frozen: int) -> None:
-    """Frozen ones among many leave the pooled acceptance as it should be."""
+def test_chains_that_do_not_move_are_named(num_frozen: int) -> None:
+    """A few frozen chains hardly change the pooled acceptance."""
     adaptation = Adaptation(BurnIn(num_steps=60), target=0.85, num_params=10)
     rates = torch.full((100,), 0.9)
     rates[10 : 10 + num_frozen] = 1e-7
@@ -113,7 +113,7 @@ def test_chains_that_stand_still_are_named(num_frozen: int) -> None:
     if num_frozen == 0:
         adaptation.warn()  # of nothing: warnings are errors here
         return
-    named = {2: "2 of 100 chains stand still at the end of burn-in: 10, 11. Their", 12: "18, 19 and 2 more. Their"}[num_frozen]
+    named = {2: "2 of 100 chains do not move at the end of burn-in: 10, 11. Their", 12: "18, 19 and 2 more. Their"}[num_frozen]
     with pytest.warns(UserWarning, match=named):
         adaptation.warn()
     again = Adaptation(BurnIn(num_steps=60), target=0.85, num_params=10)
@@ -135,7 +135,7 @@ def test_overdispersed_starts_that_freeze_are_named(through: str) -> None:
             steep, initial, kernels.underdamped(0.05), num_steps=152, burn_in=150, tune=BurnIn(), progress=False
         ),
     }[through]
-    with pytest.warns(UserWarning, match="1 of 20 chains stand still at the end of burn-in: 19"):
+    with pytest.warns(UserWarning, match="1 of 20 chains do not move at the end of burn-in: 19"):
         run()
 
 
@@ -176,7 +176,7 @@ def test_settings_are_frozen_after_burn_in() -> None:
     assert all(torch.equal(draw[name], before[name]) for name in draw), "a draw is a copy"
 
 
-def test_burn_in_that_cannot_finish_says_so() -> None:
+def test_burn_in_that_cannot_finish_warns() -> None:
     model = network()
     sampler = underdamped(model, fixed_data=True, step_size=1e-6, burn_in=BurnIn(max_steps=60, window=20))
 
@@ -190,7 +190,7 @@ def test_burn_in_that_cannot_finish_says_so() -> None:
 
 
 @pytest.mark.parametrize("make", [adam_mcmc, mala])
-def test_samplers_of_the_optimizer_s_door_adapt(make) -> None:  # type: ignore[no-untyped-def]
+def test_optimizers_adapt(make) -> None:  # type: ignore[no-untyped-def]
     model = network()
     sampler = make(model, fixed_data=True, burn_in=600, sigma=1e-4)
     for _ in range(900):
@@ -216,10 +216,10 @@ def test_a_proposal_below_the_target_is_refused() -> None:
         adam_mcmc(network(), burn_in=BurnIn(target_acceptance=0.9))
 
 
-def test_a_test_that_takes_everything_has_nothing_to_tune_to() -> None:
+def test_a_test_that_accepts_everything_cannot_be_tuned_to() -> None:
     with pytest.raises(ValueError, match="there is nothing to adapt to"):
         underdamped(network(), step_size=None, acceptance=AlwaysAccept())
-    with pytest.raises(ValueError, match="takes every step, however long"):
+    with pytest.raises(ValueError, match="accepts every step, however long"):
         warm_up(gaussian, torch.zeros(4, 2), kernels.underdamped(0.1, acceptance=AlwaysAccept()), progress=False)
     model = network()
     sampler = underdamped(model, fixed_data=True, burn_in=60)

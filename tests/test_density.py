@@ -1,4 +1,4 @@
-"""The functional door."""
+"""`sample_density`: seeds, pytrees, burn-in, gap, and settings of each chain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from adammcmc import AlwaysAccept, BurnIn, Density, NonFiniteLoss, kernels, sample_density
-from adammcmc.target.randomness import streams
+from adammcmc.backends.streams import streams
 from tests.targets import TARGETS
 
 
@@ -26,8 +26,8 @@ def test_a_seed_fixes_every_draw() -> None:
     assert not torch.equal(first, other)
 
 
-def test_split_is_unsplit_bit_for_bit_generator_included() -> None:
-    """State, then the same state again from its parts: nothing else is remembered."""
+def test_a_resumed_chain_continues_bit_for_bit_with_its_generator() -> None:
+    """The state and the generator are all that a chain remembers."""
     for kernel in (kernels.adam_mcmc(0.05, sigma=0.3, sigma_along=1.0), kernels.mala(0.2, sigma_along=0.5)):
         potential = Density(gaussian)
         generator = torch.Generator().manual_seed(1)
@@ -79,7 +79,7 @@ def test_a_flat_density_is_sampled_uniformly() -> None:
     assert not info.is_finite.all()
 
 
-def test_an_unadjusted_chain_stays_inside_and_says_how_often_it_did_not_move() -> None:
+def test_an_unadjusted_chain_stays_inside_and_reports_how_often_it_did_not_move() -> None:
     draws, info = sample_density(
         lambda x: torch.where(x[:, 0].abs() < 1, x[:, 0], -math.inf),
         torch.zeros(500, 1),
@@ -246,7 +246,7 @@ def test_settings_of_chains_that_do_not_fit_are_named() -> None:
         sample_density(gaussian, initial[:3], kernel, num_steps=20, burn_in=10, tune=BurnIn())
 
 
-def test_what_chains_differ_in_and_burn_in_leaves_alone_may_differ() -> None:
+def test_settings_that_burn_in_does_not_adapt_may_differ_between_chains() -> None:
     kernel = kernels.adam_mcmc(SIZES * 1e-2, sigma=0.3, sigma_along=1.0)
     _, info = sample_density(gaussian, torch.zeros(3, 2), kernel, num_steps=300, burn_in=200, tune=BurnIn(num_steps=200))
     assert info.acceptance_rate.mean() > 0.3

@@ -1,4 +1,4 @@
-"""Layers with state: the same mask on both sides, buffers that a rejection puts back, policies that are said aloud."""
+"""Layers with state: the same mask on both sides, buffers restored on rejection, policies in the description."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_frozen_statistics_stay_and_are_used() -> None:
     assert "BatchNorm: frozen statistics" in sampler.describe()
 
 
-def test_policies_are_said_aloud() -> None:
+def test_policies_are_described() -> None:
     model = network()
     sampler = AdamMCMC(model.parameters(), num_data=64, sigma=1e-2)
     sampler.step(lambda: F.cross_entropy(model(X), Y))
@@ -154,7 +154,7 @@ def test_policies_are_said_aloud() -> None:
         AdamMCMC(model.parameters(), num_data=64, sigma=1e-2, batch_norm="off")  # type: ignore[arg-type]
 
 
-def test_losses_of_examples_do_not_exist_under_batch_statistics() -> None:
+def test_there_are_no_per_example_losses_under_batch_statistics() -> None:
     model = network(dropout=0.0)
 
     def sampler(**options: object) -> AdamMCMC:
@@ -188,7 +188,7 @@ def test_full_data_refuses_dropout_and_names_it() -> None:
 
 
 def test_batch_statistics_of_all_data_are_a_function_of_the_weights() -> None:
-    """With fixed data BatchNorm is deterministic, so that an exact sampler may run; dropout may not."""
+    """With fixed data BatchNorm is deterministic, so an exact sampler is allowed; dropout is refused."""
     model = network(dropout=0.0)
     sampler = Underdamped(model.parameters(), 1e-2, num_data=64, prior=Gaussian(), fixed_data=True)
     sampler.step(lambda: F.cross_entropy(model(X), Y))
@@ -249,7 +249,7 @@ def test_check_closure_names_the_layers() -> None:
     assert report.batch_layers == ["'1' (BatchNorm1d)"]
     assert "'1' (BatchNorm1d).running_mean" in report.moved_buffers
     assert same(before, everything(model))
-    for words in ("differ", "'3' (Dropout)", "use statistics of the batch", "moved by a call"):
+    for words in ("differ", "'3' (Dropout)", "use batch statistics", "changed by a call"):
         assert words in str(report)
     model.eval()
     report = check_closure(lambda: F.cross_entropy(model(X), Y))
@@ -321,7 +321,7 @@ def test_always_accept_moves_buffers_once() -> None:
     assert math.isfinite(float(sampler.info.loss))
 
 
-# --- what moves, is toggled or hides on the way -------------------------------------------------------------------------
+# --- changes between steps --------------------------------------------------------------------------------------------
 
 
 def fixed(model: nn.Module, **options: object) -> Underdamped:
@@ -338,7 +338,7 @@ def test_dropout_switched_on_under_fixed_data_is_refused() -> None:
         sampler.step(lambda: F.cross_entropy(model(X), Y))
 
 
-def test_functional_dropout_is_seen_by_the_numbers_it_draws() -> None:
+def test_functional_dropout_is_detected_by_its_random_numbers() -> None:
     class Functional(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return F.dropout(super().forward(x), 0.5, self.training)
@@ -355,7 +355,7 @@ def test_functional_dropout_is_seen_by_the_numbers_it_draws() -> None:
 
 
 @pytest.mark.parametrize("how", ["mode", "statistics"])
-def test_what_was_known_is_void_when_the_loss_became_another(how: str) -> None:
+def test_caches_are_dropped_when_the_loss_changes(how: str) -> None:
     """Another mode, or statistics that the user's own forwards moved: a move of length zero must still have Y = 0."""
     model = network(dropout=0.0)
     for _ in range(20):
@@ -400,7 +400,7 @@ def test_batch_norm_without_running_statistics_uses_the_batch_in_every_mode() ->
         sampler.step(lambda: F.cross_entropy(model(X), Y))
 
 
-def test_functional_batch_statistics_are_found_out() -> None:
+def test_functional_batch_statistics_are_detected() -> None:
     model = nn.Linear(5, 3)
     examples = TensorExamples(
         lambda x, y: F.cross_entropy(F.batch_norm(model(x), None, None, training=True), y, reduction="none"), X, Y
@@ -520,7 +520,7 @@ def test_a_draw_leaves_no_trace_in_the_chain() -> None:
         sampler = Underdamped(model.parameters(), 3e-2, num_data=64, prior=Gaussian(), fixed_data=True, generator=seeded())
 
         def closure() -> Tensor:
-            extra(X)  # random numbers without a say in the loss
+            extra(X)  # random numbers without influence on the loss
             loss = F.cross_entropy(model(X), Y)
             if torch.is_grad_enabled():
                 model.zero_grad()
@@ -565,7 +565,7 @@ def test_the_closure_is_called_for_a_draw_only_where_there_are_such_layers() -> 
 
 
 def test_statistics_of_micro_batches_are_pooled_and_called_approximate() -> None:
-    """Of unequal ones too. No single pair of statistics is the function that was sampled, and the line says so."""
+    """Unequal ones too. No single pair of statistics gives the sampled function, and the description says so."""
     model = network(dropout=0.0)
     whole, parts = fixed(model), fixed(model)
 
@@ -646,7 +646,7 @@ def test_statistics_of_a_draw_come_out_of_every_layer(kind: str) -> None:
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_run_with_batch_statistics_goes_on_bit_for_bit_and_its_moments_are_of_its_draws(
+def test_a_run_with_batch_statistics_resumes_bit_for_bit_and_its_moments_are_of_its_draws(
     stacked: bool, tmp_path: Path
 ) -> None:
     model = network(dropout=0.0)

@@ -1,0 +1,652 @@
+"""The engine: C >= 1 chains of a network, one transition of all of them at a time.
+
+A step evaluates the loss where the chains stand (`Network`), calls the pure kernel, and puts the result back:
+
+    potential = network.potential(loss, batch);  state, info = kernel.step(state, potential, generator);  network.commit(...)
+
+The same code serves one chain over the live parameters of a model (`Sampler`, by `live.LiveNetwork`) and many chains in one
+evaluation (`stacked.StackedNetwork`). Freezing, warm-up, health, the resolution of U, CUDA graphs and checkpoints are here.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from adammcmc.acceptance import effective_beta
+from adammcmc.backends.graphs import Body, Captured, Ring, tensors_of
+from adammcmc.errors import NonFiniteLoss, warn
+from adammcmc.kernels.kernel import ChainState, Info
+from adammcmc.samplers.adaptation import Adaptation, Change
+from adammcmc.samplers.health import PENDING, Health, Monitor
+from adammcmc.samplers.layers import GraphNumbers, Layers
+from adammcmc.samplers.processes import check_one_process
+from adammcmc.target.leaves import Leaves, Setting, by_chain, same
+from adammcmc.target.potential import Evaluation, Potential, Target
+from adammcmc.target.resolution import Resolution, measure
+
+__all__ = ["Chains", "Network", "NetworkPotential", "Owner"]
+
+_logger = logging.getLogger("adammcmc")
+# steps at which fixed data are checked again; on an accelerator the first only, since the check waits for it
+_RECHECKS = [10**k for k in range(9)]
+
+
+class NetworkPotential(Potential, Protocol):
+    """The target of one step, on one batch."""
+
+    losses: Tensor | None
+    """Those of the first evaluation, (chains,) or (chains, batch)."""
+    known: tuple[Leaves, Leaves] | None
+    """The first point of this step with a gradient, and the gradient of V there."""
+
+
+class Network(Protocol):
+    """Where the weights of the chains are kept, and how their loss is evaluated."""
+
+    num_chains: int
+    device: torch.device
+    layers: Layers
+    examples: Any
+    """The data as per-example losses; None if they are not available."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters, for messages."""
+        ...
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many weights of each parameter are sampled."""
+        ...
+
+    def potential(self, loss: Any, batch: Any, precision: list[float] | None) -> NetworkPotential:
+        """The target on this batch, without a quadratic prior if its precision is given."""
+        ...
+
+    def quadratic_prior(self) -> list[float] | None:
+        """The precision of each leaf if the prior is quadratic, else None."""
+        ...
+
+    def take(self) -> Leaves:
+        """The weights of the chains, (chains, ...)."""
+        ...
+
+    def attempt(self, potential: Any, params: Leaves) -> AbstractContextManager[None]:
+        """A context for evaluations from these weights: an error leaves them, and the layers, as they were."""
+        ...
+
+    def commit(self, potential: Any, params: Leaves, is_accepted: Tensor) -> None:
+        """Keep these weights, and the buffers of the chains that moved."""
+        ...
+
+    def remember(self, params: Leaves) -> None:
+        """Note what weights, buffers and modes are now."""
+        ...
+
+    def is_unchanged(self) -> bool:
+        """Whether weights, buffers and modes are those that the last step left."""
+        ...
+
+    def by_parameter(self, leaves: Leaves) -> Sequence[Tensor]:
+        """The part of the leaves that belongs to each parameter, (chains, ...)."""
+        ...
+
+    def check_same(self, potential: Any, here: Evaluation) -> None:
+        """Raise if this step's loss is not that of the last step at the same weights."""
+        ...
+
+    def trial(self, potential: Any) -> AbstractContextManager[Leaves]:
+        """A context for evaluations at and near the present weights, a copy of which it gives; nothing of them stays."""
+        ...
+
+    def scaled_away(self) -> list[str]:
+        """Names of parameters whose scale the loss does not depend on."""
+        ...
+
+    def approximations(self, *, fixed_data: bool) -> list[str]:
+        """Why the layers make the chains inexact, in a few words each."""
+        ...
+
+    def describe(self, *, fixed_data: bool) -> list[str]:
+        """The layers with state, and rows that are held, in a few words each."""
+        ...
+
+    def graph_numbers(self, graph: torch.cuda.CUDAGraph, num_evaluations: int) -> GraphNumbers | None:
+        """The random numbers of the loss in a graph whose step evaluates it so many times at most."""
+        ...
+
+    def graph_state(self) -> Any:
+        """Tensors that a graph overwrites, beside those of the chains: a pytree."""
+        ...
+
+    def set_graph_state(self, state: Any) -> None:
+        """Use these tensors from now on."""
+        ...
+
+
+class Owner(Protocol):
+    """Whose settings the chains follow: a torch optimizer's parameter groups, or a kernel of its own."""
+
+    fixed_data: bool
+    generator: Any
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """Of each chain."""
+        ...
+
+    @property
+    def scale(self) -> Setting:
+        """lambda * n: one number, or one per chain."""
+        ...
+
+    def kernel(self) -> Any:
+        """The kernel with its present settings; the same object while they do not change."""
+        ...
+
+    def check_settings(self) -> None:
+        """Raise if the settings cannot be used, before a step."""
+
+    def prepare(self, potential: Any, state: ChainState) -> ChainState:
+        """The state with what the owner keeps of it, before a step."""
+        return state
+
+    def keep(self, memory: Any) -> Any:
+        """The kernel's memory as the chains shall remember it, after a step."""
+        return memory
+
+    def counted(self) -> None:
+        """A step was replayed: advance what is counted on the host."""
+
+    def apply(self, change: Change, potential: Any, state: ChainState) -> None:
+        """Change the settings as the adaptation requires."""
+        ...
+
+    def layout(self) -> Any:
+        """An object that is replaced when the parameters are."""
+        return None
+
+    def same_layout(self) -> AbstractContextManager[Any]:
+        """A context in which nobody touches the parameters."""
+        return nullcontext()
+
+    def token(self) -> Any:
+        """Everything of which a change must be examined before the next replay; cheap to compare."""
+        return None
+
+
+class Chains:
+    """C >= 1 chains of a network.
+
+    Args:
+        network: where their weights are kept, and how their loss is evaluated.
+        owner: of their settings.
+        adaptation: of their settings, in burn-in.
+    """
+
+    def __init__(self, network: Network, owner: Owner, adaptation: Adaptation | None = None) -> None:
+        self.network, self.owner, self.adaptation = network, owner, adaptation
+        self.num_chains, self.device = network.num_chains, network.device
+        self.num_steps = 0
+        self.memory: Any = None
+        """What the kernel remembers between steps."""
+        self.here: Evaluation | None = None
+        """The target where the chains stand, for fixed data."""
+        self.carry: Any = None
+        """What the acceptance test remembers."""
+        self.resolution: Resolution | None = None
+        """How precisely U is known; None before the first step, and for a test that does not use U."""
+        self.monitor: Monitor | None = None
+        self.graphs = Captured(PENDING)
+        self._info: Info | Callable[[], Info] | None = None
+        self._kernel: Any = None
+        self._precision: list[float] | None = None
+        self._numbers: dict[int, tuple[Any, int]] = {}
+        self._clock: Tensor | None = None
+        self._clock_at = -1
+        self.sum_acceptance = torch.zeros(self.num_chains, dtype=torch.float64, device=self.device)
+        self.frozen_at = torch.full((self.num_chains,), -1, dtype=torch.int64, device=self.device)
+        self._frozen_on_host = _host_copy(self.frozen_at)
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def step(self, loss: Any, batch: Any) -> Tensor:
+        """One transition of every chain, as a CUDA graph if possible. Returns the batch's mean loss of each, (chains,)."""
+        return self.graphs.step(self, loss, batch)
+
+    def ordinary_step(self, loss: Any, batch: Any) -> Tensor:
+        """One transition without a graph."""
+        with self.on_device():
+            self.before_step()
+            potential, state, info = self._transition(loss, batch, self.num_steps)
+            self.network.commit(potential, state.params, info.is_accepted)
+            self.memory, self.here, self.carry = self.owner.keep(state.memory), state.here, state.carry
+            if state.frozen_at is not self.frozen_at or self._kernel.backend is not None:
+                self.frozen_at = state.frozen_at
+                self._frozen_on_host.copy_(self.frozen_at, non_blocking=True)
+            if self.here is not None or self.carry is not None:
+                self.network.remember(state.params)
+            self.sum_acceptance += info.acceptance_rate
+            self._info = info
+            self._after_step(potential, state, info)
+            losses = potential.losses
+            return info.loss if losses is None else info.loss.to(losses.dtype)
+
+    def before_step(self) -> None:
+        """The host's checks before every step: a frozen chain, other processes, weights or a target that were changed."""
+        self.check()
+        self.owner.check_settings()
+        if (self.here is not None or self.carry is not None) and not self.network.is_unchanged():
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop what is cached of the present weights. (A count over the whole run is no cache.)"""
+        self.here = None
+        self.carry = self.carry if self.owner.kernel().acceptance.carries_count else None
+
+    def kernel(self) -> Any:
+        """The kernel with its present settings, and its backend with them."""
+        kernel = self.owner.kernel()
+        if kernel is not self._kernel:
+            if self._kernel is not None and kernel.backend is not self._kernel.backend:
+                self.here = None  # the gradients of one backend may lack the prior's part
+            self._kernel = kernel
+        return kernel
+
+    def _transition(self, loss: Any, batch: Any, step: Any) -> tuple[Any, ChainState, Info]:
+        kernel, network = self.kernel(), self.network
+        if not _is_capturing(self.device):
+            self.upload()
+        potential = network.potential(loss, batch, self._precision)
+        params = network.take()
+        state = ChainState(params, self.memory, self.here, self.carry, step, self.frozen_at)
+        with network.attempt(potential, params):
+            if self.here is not None and self.num_steps in _RECHECKS[: None if self.device.type == "cpu" else 1]:
+                network.check_same(potential, self.here)
+            state, info = kernel.step(self.owner.prepare(potential, state), potential, self.owner.generator)
+        return potential, state, info
+
+    def upload(self) -> None:
+        """Send settings that have changed to a backend."""
+        kernel = self.kernel()
+        self._precision = None
+        if kernel.backend is not None:
+            if kernel.backend.folds_prior and kernel.acceptance.uses_batch_only:
+                self._precision = self.network.quadratic_prior()
+            kernel.backend.upload(kernel, self.owner.scale, self._precision)
+
+    def _after_step(self, potential: Any, state: ChainState, info: Info) -> None:
+        if self.num_steps == 0:
+            self._measure_resolution(potential)
+            _logger.info(self.describe())  # after the step, when the layers are known
+        self.num_steps += 1
+        if self.adaptation is not None and not self.adaptation.is_done:
+            grad = (None if potential.known is None else potential.known[1]) if state.here is None else state.here.grad
+            numbers = info.acceptance_rate, info.potential, info.step_to_noise
+            self.owner.apply(self.adaptation.observe(*numbers, grad, self.owner.scale), potential, state)
+            if not self.is_adapting:
+                self.adaptation.warn()
+                self._measure_resolution(potential)  # at weights that are worth it
+            return
+        known = potential.known
+        if state.here is not None:
+            known = None if state.here.grad is None else (state.params, state.here.grad)
+        self._watch(lambda monitor: monitor.add(info, self.owner.scale), known, is_current=state.here is not None)
+
+    # --- CUDA graphs (`backends.graphs.Replayable`) --------------------------------------------------------------
+
+    @property
+    def generator(self) -> Any:
+        """The source of the chains' random numbers."""
+        return self.owner.generator
+
+    @property
+    def fixed_data(self) -> bool:
+        """Whether every batch is the same."""
+        return self.owner.fixed_data
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured."""
+        return _is_capturing(self.device)
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Triton and CUDA graphs use the current device, which need not be that of the parameters."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def same_layout(self) -> AbstractContextManager[Any]:
+        """A context in which nobody touches the parameters."""
+        return self.owner.same_layout()
+
+    def layout(self) -> Any:
+        """An object that is replaced when the parameters are."""
+        return self.owner.layout()
+
+    def token(self) -> tuple[Any, ...]:
+        """Everything of which a change must be examined before the next replay; cheap to compare."""
+        is_settled = self._clock_at == self.num_steps  # the last step was a replay, which leaves everything in place
+        return is_settled, self.here is None, self.carry is None, self.network.layers.graph_key(), self.owner.token()
+
+    def graph_key(self) -> Hashable:
+        """What is compiled into a graph. A backend reads its settings from the device at each replay."""
+        kernel = self.kernel()
+        self.upload()
+        own = None if kernel.backend is None else kernel.backend.key()
+        key = (self._number(kernel),) if own is None else (own, self._number(kernel.acceptance))
+        return key, self.network.layers.graph_key(), self.fixed_data, tuple(self.owner.targets), id(self.generator)
+
+    def _number(self, thing: Any) -> int:
+        """A number per object: identities of objects that are gone would be given to others."""
+        return self._numbers.setdefault(id(thing), (thing, len(self._numbers)))[1]
+
+    def why_not_captured(self) -> str | None:
+        """Why these chains cannot be captured."""
+        kernel = self.kernel()
+        if kernel.acceptance.reads_device:
+            return f"the test reads partial sums on the host ({kernel.acceptance})"
+        if self.network.layers.draws_on_host:
+            return "the loss draws random numbers on the host"
+        if not kernel.is_capturable and (kernel.backend is None or kernel.backend.key() is None):
+            return f"{kernel.name} {kernel.why_not_capturable}"
+        if self.num_chains > 1 and isinstance(self.generator, torch.Generator):
+            return "the noise of several chains needs Triton"
+        return None
+
+    def is_replayable(self) -> bool:
+        """Whether everything a graph takes for granted is known; if not, an ordinary step must come first."""
+        needs_losses = self.kernel().acceptance.uses_all_data and self.network.examples is not None
+        return not (self.fixed_data and self.here is None) and not (needs_losses and self.carry is None)
+
+    def graph_numbers(self, graph: torch.cuda.CUDAGraph) -> GraphNumbers | None:
+        """The random numbers of the loss in this graph."""
+        return self.network.graph_numbers(graph, self.kernel().num_evaluations)
+
+    def before_capture(self) -> None:
+        """Allocate what must not lie in the graph's own memory."""
+        if self._clock is None:
+            self._clock = torch.zeros(1, dtype=torch.int64, device=self.device)
+
+    def in_graph(self, loss: Any, batch: Any, ring: Ring, numbers: Any) -> Body:
+        """One step on memory that stays where it is. Nothing in it may read a value."""
+        assert self._clock is not None
+        before = self._graph_state()
+        with self.network.layers.captured(numbers):
+            potential, state, info = self._transition(loss, batch, self._clock)
+            known = potential.known if state.here is None else None
+            if known is not None and self._kernel.backend is None:
+                known = (tuple(x.clone() for x in known[0]), known[1])  # before the chains move on
+            self.network.commit(potential, state.params, info.is_accepted)
+        fresh = (self.owner.keep(state.memory), state.here, state.carry, state.frozen_at, self.network.graph_state())
+        kept = tensors_of(before)
+        pairs = [(old, new) for old, new in zip(kept, tensors_of(fresh), strict=True) if old is not new]
+        if pairs:
+            torch._foreach_copy_([old for old, _ in pairs], [new for _, new in pairs])
+        self._set_graph_state(before)
+        ring.write(info, self.sum_acceptance, self._clock)
+        self._frozen_on_host.copy_(self.frozen_at, non_blocking=True)
+        return Body(kept, info.loss.dtype if potential.losses is None else potential.losses.dtype, known)
+
+    def after_capture(self, body: Body) -> Body:
+        """Complete what could not be done during the capture."""
+        if self.here is not None or self.carry is not None:
+            self.network.remember(self.network.take())  # a capture writes to nothing, but counts as if it did
+        return body if self._kernel.backend is None else body._replace(alive=self._kernel.backend.resolve())
+
+    def _graph_state(self) -> Any:
+        return self.memory, self.here, self.carry, self.frozen_at, self.network.graph_state()
+
+    def _set_graph_state(self, state: Any) -> None:
+        self.memory, self.here, self.carry, self.frozen_at, own = state
+        self.network.set_graph_state(own)
+
+    def before_replay(self, body: Body) -> None:
+        """Move what ordinary steps left elsewhere to the places that the graph uses."""
+        state = self._graph_state()
+        now = tensors_of(state)
+        if not same(now, body.kept):
+            torch._foreach_copy_(body.kept, now)
+            places = iter(body.kept)
+            self._set_graph_state(_pytree.tree_map_only(Tensor, lambda _: next(places), state))
+        if self._clock is not None and self._clock_at != self.num_steps:
+            self._clock.fill_(self.num_steps)
+
+    def after_replay(self, body: Body, ring: Ring) -> Tensor:
+        """Count the step and watch its health. Returns its mean loss, (chains,)."""
+        self._info = ring.info
+        self.num_steps += 1
+        self._clock_at = self.num_steps
+        self.owner.counted()
+        known = body.known
+        if self.here is not None:
+            known = None if self.here.grad is None else (self.network.take(), self.here.grad)
+        add = lambda monitor: monitor.add_row(ring.rows, ring.last, self.owner.scale)  # noqa: E731
+        self._watch(add, known, is_current=self.here is not None)
+        return ring.loss(body.loss_dtype)
+
+    # --- burn-in and health -------------------------------------------------------------------------------------
+
+    @property
+    def is_adapting(self) -> bool:
+        """Whether the settings still change, so that nothing should be collected."""
+        return self.adaptation is not None and not self.adaptation.is_done
+
+    def _watch(self, add: Callable[[Monitor], None], known: tuple[Leaves, Leaves] | None, *, is_current: bool) -> None:
+        """Running sums; the temperature only at every tenth step, because it takes a pass over the weights."""
+        if self.monitor is None:
+            self.monitor = self.new_monitor()
+        add(self.monitor)
+        if self.monitor.num_steps % 10 == 1 and known is not None:
+            products = self._products(*known, is_current=is_current)
+            self.monitor.add_products(products * by_chain(self.owner.scale, products))
+
+    def _products(self, params: Leaves, grad: Leaves, *, is_current: bool) -> Tensor:
+        """theta . grad V of each parameter, (chains, parameters)."""
+        backend = self._kernel.backend
+        if backend is not None and backend.copy is not None:
+            if len(backend.copy) == len(self.network.sizes):
+                found: Tensor = backend.products(grad, at_copy=not is_current)
+                return found
+            params = params if is_current else backend.copy
+        pairs = zip(self.network.by_parameter(params), self.network.by_parameter(grad), strict=True)
+        products = torch.stack([(x * g).flatten(1).sum(1).double() for x, g in pairs], 1)
+        if self._precision is None:
+            return products
+        pulls = self.network.by_parameter(tuple(torch.full_like(x, q) for x, q in zip(params, self._precision, strict=True)))
+        pairs = zip(self.network.by_parameter(params), pulls, strict=True)
+        own = torch.stack([(x.square() * q).flatten(1).sum(1).double() for x, q in pairs], 1)
+        return products + own / by_chain(self.owner.scale, own)
+
+    def new_monitor(self) -> Monitor:
+        """Sums of no steps."""
+        return Monitor(self.device, self.network.names, self.network.sizes, self.num_chains)
+
+    def health(self) -> list[Health]:
+        """What each chain's record says since burn-in ended. Waits for the device."""
+        context = self.health_context()
+        return [monitor.read(**context) for monitor in (self.monitor or self.new_monitor()).chains()]
+
+    def health_sums(self) -> list[dict[str, float]]:
+        """Running sums behind `health`, of each chain. Waits for the device."""
+        return (self.monitor or self.new_monitor()).totals_by_chain()
+
+    def health_state(self) -> dict[str, Any]:
+        """What `health` is read from, besides its sums (which `state_dict` has); see `health.read_health`."""
+        return {"layers": self.network.names, "sizes": self.network.sizes, "context": self.health_context()}
+
+    def reset_health(self) -> None:
+        """Forget the steps so far: burn-in is over."""
+        self.monitor = None if self.monitor is None else self.monitor.restarted()
+
+    def health_context(self) -> dict[str, Any]:
+        """What decides which self-tests are valid."""
+        prior, acceptance, layers = self.owner.targets[0].prior, self.kernel().acceptance, self.network.layers
+        coarse = self.resolution.approximation if self.resolution is not None and self.resolution.is_coarse else None
+        return {
+            "is_exact": all(reason == coarse for reason in self.approximations()),  # of the kernel; rounding is `coarse`
+            "knows_potential": self.fixed_data or acceptance.uses_all_data,
+            "has_proper_prior": prior is not None,
+            "has_edge": prior is not None and prior.is_bounded,
+            "is_adapting": self.is_adapting,
+            "is_metropolis": acceptance.is_metropolis,
+            "complaints": self._complaints(),
+            "burn_in": None if self.adaptation is None else self.adaptation.complaint(),
+            "coarse": coarse,
+            # a gradient in reduced precision is too noisy for theta . grad U
+            "left_out": self.network.names if layers.reduced else self.network.scaled_away(),
+        }
+
+    def _measure_resolution(self, potential: Any) -> None:
+        """How precisely U is known; nothing of the evaluations stays."""
+        acceptance = self.kernel().acceptance
+        if potential.losses is None or not acceptance.needs_noise:
+            return
+        chunk_size = acceptance.chunk_size if self.network.examples is not None else None
+        with (
+            self.network.trial(potential) as params,
+            torch.random.fork_rng([self.device] if self.device.type == "cuda" else []),
+        ):
+            reduced = self.network.layers.reduced
+            found = measure(potential, params, potential.losses, reduced=reduced, chunk_size=chunk_size)
+        if not math.isfinite(found.nats):  # a chain is about to freeze, or stands at the edge of its prior
+            return
+        # a start may be anywhere, and U is measured again when burn-in ends; on batches their noise is larger by far
+        if found.is_coarse and not self.is_adapting and (self.fixed_data or acceptance.uses_all_data):
+            warn(found.warning)
+        self.resolution = found
+
+    # --- what the chains report ----------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> Info:
+        """The last step in numbers, one for each chain, on the device; reading it does not wait for the device."""
+        if self._info is None:
+            raise RuntimeError("no step was taken yet: there is nothing to report.")
+        return self._info() if callable(self._info) else self._info
+
+    @property
+    def mean_acceptance_rate(self) -> Tensor:
+        """Mean of min(1, exp(Y)) over all steps, (chains,), on the device."""
+        return self.sum_acceptance / max(1, self.num_steps)
+
+    @property
+    def beta_eff(self) -> Tensor:
+        """By what factor the noise of the last log ratio lowers the inverse temperature, (chains,)."""
+        return effective_beta(self.kernel().acceptance, self.info.log_ratio_noise)
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """Of each chain."""
+        return self.owner.targets
+
+    def present_loss(self) -> Tensor:
+        """The mean loss at the present weights as far as the last step found it, (chains,), without evaluating anything.
+
+        Of all data under `FullData` and fixed data, otherwise of the last batch; under `AlwaysAccept`, which does not
+        evaluate the proposal, that of the weights before the step.
+        """
+        losses: Tensor | None = self.kernel().acceptance.carried_losses(self.carry)
+        if losses is not None:
+            return losses.mean(1)
+        info = self.info
+        return torch.where(info.is_accepted & info.proposed_loss.isfinite(), info.proposed_loss, info.loss)
+
+    def check(self) -> None:
+        """Raise `NonFiniteLoss` if a chain froze (on an accelerator perhaps a few steps late), or `ManyProcesses`."""
+        check_one_process()
+        if not bool((self._frozen_on_host >= 0).any()):
+            return
+        chains = (self._frozen_on_host >= 0).nonzero().flatten().tolist()
+        step = int(self._frozen_on_host[chains[0]])
+        which = f" of {len(chains)} of {self.num_chains} chains; the first is chain {chains[0]}" if self.num_chains > 1 else ""
+        raise NonFiniteLoss(
+            f"the loss, its gradient or the log prior was NaN or infinite at the current weights{which}, at step {step}. The "
+            "chain has not moved since; its weights are those of the last healthy step.",
+            "Check that batch (or, at step 0, whether the weights lie inside the prior's support), then call unfreeze() to "
+            "continue.",
+        )
+
+    def unfreeze(self) -> None:
+        """Let chains that froze on a non-finite loss continue from where they stand."""
+        self.here = self.carry = None
+        self.frozen_at.fill_(-1)
+        self._frozen_on_host.copy_(self.frozen_at)  # waits: copies of the old flag may be under way
+
+    def approximations(self) -> list[str]:
+        """Why the chains are not exact, in a few words each; empty if they are."""
+        found: list[str] = self.kernel().approximation(fixed_data=self.fixed_data)
+        coarse = [self.resolution.approximation] if self.resolution is not None and self.resolution.is_coarse else []
+        return found + self.network.approximations(fixed_data=self.fixed_data) + coarse + self._complaints()
+
+    def _complaints(self) -> list[str]:
+        """What the acceptance test has against the steps so far. Waits for the device."""
+        complaint = self.kernel().acceptance.complaint(self.carry)
+        return [] if complaint is None else [complaint]
+
+    def describe(self) -> str:
+        """The realised target (of the first chain) in one line: density, temperature, data, prior, kernel, test, exact or
+        approximate."""
+        kernel, reasons = self.kernel(), self.approximations()
+        layers = "".join(f" | {words}" for words in self.network.describe(fixed_data=self.fixed_data))
+        return (
+            f"{self.owner.targets[0]}, P = {sum(self.network.sizes)} | {kernel.name}, {kernel.acceptance}"
+            f"{' (all data)' if self.fixed_data else ''}{layers} | "
+            + (f"approximate: {'; '.join(reasons)}" if reasons else "exact")
+        )
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the chains need to continue bit for bit, but their weights and settings."""
+        has_count = self.kernel().acceptance.carries_count and self.carry is not None
+        return {
+            "generator": self.generator.get_state(),
+            "num_steps": self.num_steps,
+            "sum_acceptance": self.sum_acceptance.clone(),
+            "frozen_at": self.frozen_at.clone(),
+            "memory": None if self.memory is None else copy.deepcopy(tuple(self.memory)),
+            "adaptation": None if self.adaptation is None else copy.deepcopy(self.adaptation.state_dict()),
+            "health": None if self.monitor is None else self.monitor.state_dict(),
+            "resolution": None if self.resolution is None else list(self.resolution),
+            "count": self.carry.clone() if has_count else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where other chains stood. (An adaptation must have been made anew, by its saved settings.)"""
+        if state["generator"].shape != self.generator.get_state().shape:
+            raise ValueError("the state was saved on another kind of device: its random numbers cannot be continued here.")
+        state = _pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
+        there = _pytree.tree_map_only(Tensor, lambda x: x.to(self.device), {key: state[key] for key in _ON_DEVICE})
+        self.generator.set_state(state["generator"].cpu())
+        self.num_steps, self.here, self.carry, self._info = state["num_steps"], None, there["count"], None
+        self.sum_acceptance, self.frozen_at = there["sum_acceptance"], there["frozen_at"]
+        self._frozen_on_host.copy_(self.frozen_at)
+        self.memory = None if there["memory"] is None else self.kernel().restored(there["memory"])
+        self.resolution = Resolution(*state["resolution"]) if state["resolution"] else None
+        if state["adaptation"] is not None:
+            assert self.adaptation is not None
+            self.adaptation.load_state_dict(there["adaptation"])
+        self.monitor = None
+        if state["health"] is not None:
+            self.monitor = self.new_monitor()
+            self.monitor.load_state_dict(state["health"])
+
+
+_ON_DEVICE = ("memory", "adaptation", "sum_acceptance", "frozen_at", "count")  # of a saved state
+
+
+def _host_copy(flag: Tensor) -> Tensor:
+    """Where the flag can be read without waiting for the device."""
+    return torch.full(flag.shape, -1, dtype=flag.dtype, device="cpu", pin_memory=flag.is_cuda).copy_(flag)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
