@@ -244,8 +244,9 @@ def _run_all(
 
 
 def _network(trial: Trial, seed: int, device: torch.device) -> ParticleNet:
+    network: Any = trial.network
     precision: Any = trial.precision
-    return Tagger(Training(network=trial.network, seed=seed), device=device, precision=precision).net
+    return Tagger(Training(network=network, seed=seed), device=device, precision=precision).net
 
 
 def _run(
