@@ -246,7 +246,7 @@ def test_burn_in_tunes_barker_to_its_own_rate() -> None:
         (lambda: DataDensity(loss, X, control_variate=ControlVariate({"w": REFERENCE})), "structure of the parameters"),
         (
             lambda: DataDensity(loss, X, control_variate=ControlVariate(torch.zeros(2001).double())),
-            "2001 parameters, and 2000 are the most. Take order=1",
+            "2001 parameters; the limit is 2000. Use order=1",
         ),
         (
             lambda: DataDensity(lambda w, x: (x - w[0]).square().mean(), X).example_losses((X[:4, None],), slice(0, 5)),

@@ -290,7 +290,7 @@ def test_a_saved_sampler_goes_on_bit_for_bit_with_its_control_variate(order: int
 
 
 def test_a_control_variate_without_examples_is_refused() -> None:
-    with pytest.raises(PerExampleLossRequired, match="needs the losses of single examples"):
+    with pytest.raises(PerExampleLossRequired, match="needs per-example losses"):
         mala(network(), acceptance=Barker(30)).use_control_variate()
 
 

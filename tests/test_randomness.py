@@ -37,7 +37,7 @@ def test_the_state_brings_the_numbers_back() -> None:
 
 
 def test_numbers_for_too_few_chains_are_refused() -> None:
-    with pytest.raises(ValueError, match="for 1 chains, and 2 ask"):
+    with pytest.raises(ValueError, match="for 1 chains, but 2 rows"):
         Generators([torch.Generator()]).normal((2, 3), torch.float32, CPU)
 
 

@@ -505,7 +505,7 @@ def test_chains_and_traces_of_runs_that_keep_few_draws() -> None:
 
 
 def test_a_sum_in_place_of_a_mean_is_noticed() -> None:
-    with pytest.raises(ValueError, match="it looks like a sum, and would be taken as the mean loss"):
+    with pytest.raises(ValueError, match="it looks like a sum, but would be taken as the mean loss"):
         run(None, loss=lambda o, y: F.cross_entropy(o, y, reduction="sum"))  # type: ignore[arg-type]
 
 

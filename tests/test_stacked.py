@@ -554,10 +554,10 @@ def test_a_chain_that_meets_nan_stops_the_run_and_keeps_what_there_is() -> None:
 
 def test_one_bad_chain_does_not_touch_the_others() -> None:
     stack = stack_of(network(), ALGORITHM_1)
-    stack.params[0][1] = math.inf
+    stack.stack.params[0][1] = math.inf
     stack.step((X, Y))
     assert stack.frozen_at.tolist() == [-1, 0, -1]
-    assert all(bool(leaf[0].isfinite().all()) and bool(leaf[2].isfinite().all()) for leaf in stack.params)
+    assert all(bool(leaf[0].isfinite().all()) and bool(leaf[2].isfinite().all()) for leaf in stack.stack.params)
     with pytest.raises(NonFiniteLoss, match="1 of 3 chains; the first is chain 1, at step 0"):
         stack.step((X, Y))
 
@@ -631,7 +631,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {"burn_in": 30},
         "`inverse_temperature` differs between the chains, and burn-in would find one step size",
     ),
-    "state": (Remembering, ALGORITHM_1, {}, "does it keep a state that is no buffer"),
+    "state": (Remembering, ALGORITHM_1, {}, "does it keep state that is not a buffer"),
 }
 
 

@@ -217,13 +217,13 @@ def test_asking_for_fewer_destroys_no_jets(made: Path, copied: Path) -> None:
 
 
 OTHER: dict[str, tuple[Settings, str]] = {
-    "seed": (Settings(shard_size=10, seed=1), "made with another seed: 0, now 1"),
-    "window": (Settings(shard_size=10, window=Window(550, 700)), "made with another window: .*650.*700"),
-    "eta": (Settings(shard_size=10, window=Window(max_eta=1.0)), "made with another window"),
-    "size": (Settings(shard_size=20), "made with another shard_size: 10, now 20"),
-    "radius": (Settings(shard_size=10, radius=1.0), "made with another radius"),
-    "flat": (Settings(shard_size=10, flat=True), "made with another flat"),
-    "detector": (Settings(shard_size=10, detector=Detector(min_ecal=0.1)), "made with another detector"),
+    "seed": (Settings(shard_size=10, seed=1), "holds jets with seed = 0, not 1"),
+    "window": (Settings(shard_size=10, window=Window(550, 700)), "holds jets with window = .*650.*700"),
+    "eta": (Settings(shard_size=10, window=Window(max_eta=1.0)), "holds jets with window"),
+    "size": (Settings(shard_size=20), "holds jets with shard_size = 10, not 20"),
+    "radius": (Settings(shard_size=10, radius=1.0), "holds jets with radius"),
+    "flat": (Settings(shard_size=10, flat=True), "holds jets with flat"),
+    "detector": (Settings(shard_size=10, detector=Detector(min_ecal=0.1)), "holds jets with detector"),
 }
 
 

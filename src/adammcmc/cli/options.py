@@ -61,6 +61,8 @@ def options_of(
         [('chunk_size', 4096), ('early_rejection', False)]
     """
     hints = typing.get_type_hints(thing.__init__ if isinstance(thing, type) else thing)  # type: ignore[misc]
+    for hint in [h for h in hints.values() if typing.get_origin(h) is typing.Unpack]:  # **common: Unpack[Common]
+        hints |= typing.get_type_hints(*typing.get_args(hint))
     fields = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
     metadata: dict[str, Mapping[str, Any]] = {field.name: field.metadata for field in fields}
     own, options = argument_texts(thing), []

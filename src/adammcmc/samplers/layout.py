@@ -24,7 +24,7 @@ class Layout:
         groups: the optimizer's parameter groups, in which parameters come, go and move.
         label: of a parameter and its group; parameters with equal labels share a leaf.
         is_live: whether each leaf shall be a parameter's own memory (`Packing`).
-        on_new: called after the packing was replaced, with whether the parameters themselves are the same as before.
+        on_new: called after the packing was replaced, with whether it holds the parameters of the last one, if there was one.
     """
 
     def __init__(
@@ -36,6 +36,8 @@ class Layout:
     ) -> None:
         self._groups, self._label, self._is_live, self._on_new = groups, label, is_live, on_new
         self._packing: Packing | None = None
+        self._before: list[Parameter] = []
+        """The parameters of the last packing."""
         self._owners: list[int] = []
         self._is_settled = False
         self.allows_live = True
@@ -60,7 +62,7 @@ class Layout:
         params, is_live = self.trainable, self.allows_live and self._is_live()
         if not params:
             raise ValueError("no parameter requires a gradient: there is nothing to sample.")
-        old = self._packing
+        old, before = self._packing, self._before
         if old is None or old.is_live != is_live or not old.fits(params):
             owners = {p: i for i, group in enumerate(self._groups) for p in group["params"]}
             by_identity = {id(p): self.held[i] for i, p in enumerate(self.all) if i in self.held}
@@ -69,7 +71,8 @@ class Layout:
             self._packing = Packing(params, labels, held, live=is_live)
             self._owners = [owners[params[members[0]]] for members in self._packing.members]
             self._checked = ()
-            self._on_new(old is not None and same(old.params, params))
+            self._before = params
+            self._on_new(not before or same(before, params))
         assert self._packing is not None
         return self._packing
 

@@ -548,9 +548,14 @@ class StackedChains(Chains):
                 "fixed data mean that the loss is the same function of the weights at every step, but it draws random "
                 f"numbers. The cause: {layers.at_fault()}. Use model.eval(), or batches."
             )
+        examples = stack.examples if self.kernel().acceptance.needs_examples or self.kernel().needs_examples else None
+        rows = slice(0, 0 if examples is None else min(len(examples), 64))
+        if examples is not None:
+            with torch.no_grad():
+                layers.example_losses(examples.losses, rows)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             try:
-                stacked, moved = self._evaluated(batch)
+                stacked, moved = self._evaluated(batch, rows)
             except torch.OutOfMemoryError as error:
                 raise CannotStack("they do not fit into the memory of the device together") from error
             except Exception as error:
@@ -571,18 +576,13 @@ class StackedChains(Chains):
                 "buffer?)"
             )
 
-    def _evaluated(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The losses of a batch and the buffers afterwards; the examples that a test chooses are evaluated as well."""
+    def _evaluated(self, batch: Batch, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        """The losses of a batch and the buffers afterwards; of examples, those that a test may choose are evaluated."""
         stack, acceptance = self.stack, self.kernel().acceptance
-        examples = stack.examples if acceptance.needs_examples or self.kernel().needs_examples else None
-        rows = slice(0, 0 if examples is None else min(len(examples), 64))
-        if examples is not None:
-            with torch.no_grad():
-                stack.layers.example_losses(examples.losses, rows)
         potential = StackedPotential(stack, batch)
         losses = potential.evaluate(stack.params, with_grad=True).losses
         moved = {} if potential.moved is None else stack.model.buffers.views(potential.moved)
-        if examples is not None:
+        if rows.stop > 0:
             potential.example_losses(stack.params, rows)
             if not acceptance.uses_all_data:  # each chain chooses its own
                 each = torch.arange(rows.stop, device=self.device).expand(self.num_chains, -1)
