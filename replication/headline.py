@@ -29,7 +29,7 @@ from adammcmc.posterior import uncertainty
 from adammcmc.samplers.adaptation import momentum_spread
 from adammcmc.samplers.density import sample_density
 from adammcmc.target.data import derive_seed
-from adammcmc.target.target import Density
+from adammcmc.target.density import Density
 from replication.drawing import COLOURS, LABELS, MARKERS, canvas, legend, points
 from replication.sets import read_sets
 from replication.settings import Preset

@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from adammcmc.target.target import Prior
+from adammcmc.target.priors import Prior
 
 __all__ = ["ScaleAdaptedSGHMC"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from adammcmc.target.target import from_paper
+from adammcmc.target.units import from_paper
 from replication.drawing import LABELS, canvas, legend, log_ticks, points
 from replication.fig1 import WIDE
 from replication.rows import VERSIONS, exact_settings, lean, rows, version

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from adammcmc import kernels
 from adammcmc.kernels.kernel import Info, Kernel
-from adammcmc.target.target import Density
+from adammcmc.target.density import Density
 from replication.convergence import NUM_BINS, Settings, bounds, distance, floor, log_density, starts
 from replication.drawing import COLOURS
 from replication.settings import Preset

@@ -27,7 +27,8 @@ from adammcmc.samplers.optimizer import AdamMCMC, AsReleased
 from adammcmc.samplers.sampler import Sampler
 from adammcmc.target.data import derive_seed
 from adammcmc.target.likelihood import DataExamples, Loss
-from adammcmc.target.target import Gaussian, UniformBox, from_paper
+from adammcmc.target.priors import Gaussian, UniformBox
+from adammcmc.target.units import from_paper
 from replication.checkpoint import Checkpoint
 from replication.measures import judge
 from replication.sets import JetSets

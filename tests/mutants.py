@@ -114,7 +114,7 @@ MUTANTS = [
     ),
     Mutant(
         "loss scale",
-        "target/target.py",
+        "target/potential.py",
         "return scale * mean - (proposed.log_prior - current.log_prior)",
         "return mean - (proposed.log_prior - current.log_prior)",
         "tests/test_optimizer.py tests/test_target.py",

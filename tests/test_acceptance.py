@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from adammcmc import Density, kernels
 from adammcmc.acceptance import (
+    AcceptanceTest,
     AlwaysAccept,
     Barker,
     Comparison,
@@ -20,9 +22,12 @@ from adammcmc.acceptance import (
     Penalty,
     Sequential,
     Tuna,
+    Verdict,
 )
+from adammcmc.acceptance.metropolis import metropolis
 from adammcmc.target.leaves import Leaves
-from adammcmc.target.target import Evaluation
+from adammcmc.target.potential import Evaluation
+from adammcmc.target.randomness import Randomness
 
 
 class Synthetic:
@@ -102,10 +107,33 @@ def test_every_test_is_small_frozen_and_declares_itself(name: str) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         test.chunk_size = 1  # type: ignore[misc]
     assert isinstance(test.approximation(fixed_data=False), str | None)
-    for trait in ("needs_noise", "is_metropolis", "needs_examples", "reads_device"):
+    assert isinstance(test, AcceptanceTest)
+    for trait in ("needs_noise", "is_metropolis", "needs_examples", "reads_device", "uses_all_data", "carries_count"):
         assert isinstance(getattr(test, trait), bool)
+    assert test.uses_batch_only == (test in (Minibatch(), AlwaysAccept()))
+    assert test.uses_all_data == isinstance(test, FullData) == (test.chunk_size is not None)
     assert str(test)
     assert (test.__doc__ or "").lower().count("exact") + (test.__doc__ or "").lower().count("approximate") > 0
+
+
+def test_a_test_of_a_users_own_needs_two_methods() -> None:
+    class Greedy(AcceptanceTest):
+        def __call__(self, comparison: Comparison, carry: object, generator: Randomness) -> tuple[Verdict, object]:
+            y = comparison.batch_log_ratio()
+            return metropolis(comparison, y, torch.zeros_like(y), 0), carry
+
+        def approximation(self, *, fixed_data: bool) -> str | None:
+            return "downhill only"
+
+    test = Greedy()
+    assert test.needs_noise
+    assert [test.chunk_size, test.complaint(None), test.carried_losses(None)] == [None] * 3
+    off = ("is_metropolis", "needs_examples", "reads_device", "uses_all_data", "uses_batch_only", "carries_count")
+    assert not any(getattr(test, trait) for trait in off)
+    assert test.rate_like(0.3) == 0.3
+    kernel = kernels.mala(0.1, acceptance=test)
+    state = kernel.init(torch.zeros(2, 3), density := Density(lambda x: -x.square().sum(1)))
+    assert not bool(kernel.step(state, density, torch.Generator().manual_seed(0))[1].is_accepted.any())
 
 
 @pytest.mark.parametrize("name", CONTRACT)

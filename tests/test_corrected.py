@@ -24,8 +24,9 @@ from adammcmc import (
 )
 from adammcmc.kernels.corrected import CarriedBatch
 from adammcmc.kernels.kernel import ChainState, Info
+from adammcmc.target.density import Density
 from adammcmc.target.leaves import Leaves
-from adammcmc.target.target import Density, Evaluation, potential_difference
+from adammcmc.target.potential import Evaluation, potential_difference
 from tests.doors import X, Y, network, same, seeded, weights
 
 

@@ -795,7 +795,7 @@ def test_another_run_is_refused_and_the_stored_one_stays(finished: Path, case: s
     assert {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()} == before
 
 
-class Laplace(adammcmc.target.target.Prior):
+class Laplace(adammcmc.Prior):
     """A prior of a user's: its scale is nowhere to be seen."""
 
     def __init__(self, scale: float) -> None:
@@ -805,7 +805,7 @@ class Laplace(adammcmc.target.target.Prior):
         return torch.as_tensor(sum(self._density(p) for p in params))
 
 
-class Box(adammcmc.target.target.Prior):
+class Box(adammcmc.Prior):
     """One whose density is the same inside."""
 
     def __init__(self, edge: float) -> None:

@@ -44,8 +44,8 @@ from adammcmc.samplers.density import sample_density
 from adammcmc.target.control import ControlVariate
 from adammcmc.target.data_density import DataDensity
 from adammcmc.target.leaves import Leaves
+from adammcmc.target.potential import Evaluation
 from adammcmc.target.randomness import Generators, Randomness
-from adammcmc.target.target import Evaluation
 from tests.correction import solve
 
 NUM_CHAINS = 2500

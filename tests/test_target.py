@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Laplace, Normal
 
 from adammcmc import Density, Gaussian, Prior, Target, UniformBall, UniformBox, from_paper, sample
-from adammcmc.target.target import Evaluation, potential_difference
+from adammcmc.target.potential import Evaluation, potential_difference
 
 
 class LaplacePrior(Prior):
@@ -43,6 +43,25 @@ def test_the_gradient_of_a_prior_is_that_of_its_density(prior: Prior) -> None:
     else:
         for a, b in zip(given, numeric, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_only_a_gaussian_answers_as_quadratic() -> None:
+    class Shifted(Gaussian):
+        def log_density(self, params):  # type: ignore[no-untyped-def]
+            return super().log_density([p - 1 for p in params])
+
+    class Halved(Gaussian):
+        def grad(self, params):  # type: ignore[no-untyped-def]
+            return [g / 2 for g in super().grad(params)]
+
+    class Named(Gaussian):
+        def __str__(self) -> str:
+            return "mine"
+
+    assert Gaussian(0.5).quadratic(params()) == Named(0.5).quadratic(params()) == [4.0] * 4
+    assert Gaussian((0.5, 1.0, 2.0, 0.5)).quadratic(params()) == [4.0, 1.0, 0.25, 4.0]
+    assert all(prior.quadratic(params()) is None for prior in (Shifted(), Halved(), UniformBox(-1, 1), LaplacePrior()))
+    assert [prior.has_own_grad for prior in PRIORS] == [True, True, True, True, False]
 
 
 def _leaves() -> list[Tensor]:

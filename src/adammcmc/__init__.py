@@ -73,15 +73,15 @@ if TYPE_CHECKING:
     from adammcmc.target.data import Examples as Examples
     from adammcmc.target.data import TensorExamples as TensorExamples
     from adammcmc.target.data_density import DataDensity as DataDensity
+    from adammcmc.target.density import Density as Density
     from adammcmc.target.likelihood import GaussianNLL as GaussianNLL
     from adammcmc.target.likelihood import Likelihood as Likelihood
-    from adammcmc.target.target import Density as Density
-    from adammcmc.target.target import Gaussian as Gaussian
-    from adammcmc.target.target import Prior as Prior
-    from adammcmc.target.target import Target as Target
-    from adammcmc.target.target import UniformBall as UniformBall
-    from adammcmc.target.target import UniformBox as UniformBox
-    from adammcmc.target.target import from_paper as from_paper
+    from adammcmc.target.potential import Target as Target
+    from adammcmc.target.priors import Gaussian as Gaussian
+    from adammcmc.target.priors import Prior as Prior
+    from adammcmc.target.priors import UniformBall as UniformBall
+    from adammcmc.target.priors import UniformBox as UniformBox
+    from adammcmc.target.units import from_paper as from_paper
 
 __version__ = "0.1.0"
 
@@ -99,7 +99,10 @@ _HOMES = {
     "target.data": "Examples TensorExamples",
     "target.data_density": "DataDensity",
     "target.likelihood": "GaussianNLL Likelihood",
-    "target.target": "Density Gaussian Prior Target UniformBall UniformBox from_paper",
+    "target.density": "Density",
+    "target.potential": "Target",
+    "target.priors": "Gaussian Prior UniformBall UniformBox",
+    "target.units": "from_paper",
     "acceptance": "AlwaysAccept Barker Confidence FullData Minibatch Penalty Sequential Tuna",
     "kernels.kernel": "ChainState Info Kernel",
     "samplers.adaptation": "BurnIn",

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance.comparison import Comparison, Verdict
+from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
 from adammcmc.acceptance.correction import acceptance, correction
 from adammcmc.acceptance.subsample import Sample, check_batch_size, check_growth, estimate
 from adammcmc.target.leaves import is_finite
@@ -20,7 +20,7 @@ __all__ = ["Barker"]
 
 
 @dataclass(frozen=True)
-class Barker:
+class Barker(AcceptanceTest):
     r"""Barker's test with the noise of the batch as part of it (Seita et al. 2018).
 
         accept iff  Yhat + N(0, 1 - s^2) + X > 0,    N(0, 1) + X ~ logistic,    so that  P(accept) = 1 / (1 + e^-Y)
@@ -41,8 +41,6 @@ class Barker:
     growth: float = 1.5
     max_noise: float = 1.0
     max_skewness: float = 0.1
-    needs_noise: ClassVar[bool] = True
-    is_metropolis: ClassVar[bool] = False
     needs_examples: ClassVar[bool] = True
     reads_device: ClassVar[bool] = True
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from adammcmc.errors import PerExampleLossRequired
 from adammcmc.target.leaves import Leaves, is_finite
+from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
-from adammcmc.target.target import Evaluation, Potential
 
 __all__ = ["AcceptanceTest", "Comparison", "Differences", "Verdict"]
 
@@ -194,35 +195,81 @@ class Verdict(NamedTuple):
     """U at the current point on the full data, where the test knows it."""
 
 
+@runtime_checkable
 class AcceptanceTest(Protocol):
-    """`test(comparison, carry, generator) -> (Verdict, carry)`; `carry` is the test's memory between steps, None at first."""
+    """Decides whether each chain takes a proposed move.
 
-    def __call__(self, comparison: Comparison, carry: Any, generator: Randomness) -> tuple[Verdict, Any]: ...
+    Write a test as a subclass with `__call__` and `approximation`; override only the traits whose defaults do not fit, as
+    plain class attributes (`needs_noise = False`). A class that defines every member need not inherit.
+    """
 
+    @abstractmethod
+    def __call__(self, comparison: Comparison, carry: Any, generator: Randomness) -> tuple[Verdict, Any]:
+        """The verdict and the test's memory for the next step; `carry` is that memory, None at first."""
+
+    @abstractmethod
     def approximation(self, *, fixed_data: bool) -> str | None:
-        """Why the test is not exact, in a few words; None if it is. `fixed_data`: each batch is the whole data set."""
-        ...
+        """Why the test is not exact, in a few words; None if it is. `fixed_data`: every batch is the whole data set."""
 
     @property
     def needs_noise(self) -> bool:
-        """Whether the test asks for `log_q_ratio`, so that sigma = 0 is impossible."""
-        ...
+        """Whether the test uses `log_q_ratio`, which rules out sigma = 0."""
+        return True
 
     @property
     def is_metropolis(self) -> bool:
-        """Whether the test is log uniform < Y with the Y that it reports.
+        """Whether the decision is log uniform < Y with the reported Y and, if given, `Comparison.log_uniform`.
 
-        Only then is the acceptance of an exact chain 2 P(Y > 0), does noise of Y heat by `beta_eff`, and can the uniform number
-        be one that a kernel carries from step to step.
+        Only then is the acceptance of an exact chain 2 P(Y > 0), does noise in Y heat the target by `beta_eff`, and can a
+        kernel carry the uniform number from step to step.
         """
-        ...
+        return False
 
     @property
     def needs_examples(self) -> bool:
-        """Whether the test chooses examples of the data, other than those of the step's own batch."""
-        ...
+        """Whether the test evaluates examples other than those of the step's own batch."""
+        return False
 
     @property
     def reads_device(self) -> bool:
-        """Whether the test reads numbers from the device before it decides, so that no CUDA graph can hold it."""
-        ...
+        """Whether the host reads device values before the decision, which rules out CUDA graphs."""
+        return False
+
+    @property
+    def uses_all_data(self) -> bool:
+        """Whether every decision uses all examples, so that U is known exactly."""
+        return False
+
+    @property
+    def uses_batch_only(self) -> bool:
+        """Whether the decision is plain Metropolis on the step's own batch, or no decision at all.
+
+        A fused backend can then make it: by Metropolis, or, if not `needs_noise`, by the prior's support alone.
+        """
+        return False
+
+    @property
+    def chunk_size(self) -> int | None:
+        """Examples per forward pass of a test on all data; None for any other test."""
+        return None
+
+    @property
+    def carries_count(self) -> bool:
+        """Whether `carry` is a count over the whole run.
+
+        A count is checkpointed, and kept when the weights change between steps. Any other carry is a cache for the current
+        weights, and is dropped.
+        """
+        return False
+
+    def carried_losses(self, carry: Any) -> Tensor | None:
+        """The losses of all examples at the current weights, (chains, n), if `carry` holds them."""
+        return None
+
+    def complaint(self, carry: Any) -> str | None:
+        """Why the steps so far were not exact, in a few words; None if they were, as far as the test can tell."""
+        return None
+
+    def rate_like(self, metropolis: float) -> float:
+        """The acceptance rate to tune for where a Metropolis test would be tuned for `metropolis`."""
+        return metropolis

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adammcmc.acceptance.bounds import Bound, Tables, distance
-from adammcmc.acceptance.comparison import Comparison, Verdict
+from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
 from adammcmc.acceptance.metropolis import decisive, metropolis
 from adammcmc.acceptance.subsample import Sample, check_batch_size, check_growth, estimate
 from adammcmc.target.randomness import Randomness
@@ -22,7 +22,7 @@ _K = 7 / 3 + 3 / math.sqrt(2)
 
 
 @dataclass(frozen=True)
-class Confidence:
+class Confidence(AcceptanceTest):
     r"""Metropolis on as many examples as a concentration bound asks for (Bardenet, Doucet and Holmes 2014). Approximate.
 
         stop when  |Yhat - log u| > sd sqrt(2 rho_b L / b) + (7/3 + 3/sqrt 2) R L / b,    L = log(5 / delta_j)
@@ -45,8 +45,6 @@ class Confidence:
     bound: Bound | None = None
     batch_size: int = 100
     growth: float = 2.0
-    needs_noise: ClassVar[bool] = True
-    is_metropolis: ClassVar[bool] = False
     needs_examples: ClassVar[bool] = True
     reads_device: ClassVar[bool] = True
 

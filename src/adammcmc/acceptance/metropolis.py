@@ -19,7 +19,7 @@ __all__ = ["AlwaysAccept", "FullData", "Minibatch", "beta_eff", "decisive", "eff
 
 
 @dataclass(frozen=True)
-class Minibatch:
+class Minibatch(AcceptanceTest):
     """Metropolis on this step's batch, the same batch on both sides: log uniform < Y (paper: eq. (3), section 4).
 
     Exact when the batch is the whole data set (`fixed_data=True`) or the target is a density. Otherwise approximate: noise of
@@ -36,7 +36,6 @@ class Minibatch:
     """
 
     batch_size: int | None = None
-    needs_noise: ClassVar[bool] = True
     is_metropolis: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -48,6 +47,10 @@ class Minibatch:
         return self.batch_size is not None
 
     reads_device = needs_examples
+
+    @property
+    def uses_batch_only(self) -> bool:
+        return self.batch_size is None
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         log_uniform = decisive(comparison, generator)
@@ -68,7 +71,7 @@ class Minibatch:
 
 
 @dataclass(frozen=True)
-class FullData:
+class FullData(AcceptanceTest):
     """Metropolis on the whole data set: Y from the float64 sum of l_i(tau) - l_i(theta) over all examples, in chunks.
 
     Exact, whatever batch the proposal's gradient was taken on. Data: all n examples, one forward each (the losses at the
@@ -83,9 +86,9 @@ class FullData:
 
     chunk_size: int = 4096
     early_rejection: bool = False
-    needs_noise: ClassVar[bool] = True
     is_metropolis: ClassVar[bool] = True
     needs_examples: ClassVar[bool] = True
+    uses_all_data: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.chunk_size >= 1:
@@ -155,6 +158,9 @@ class FullData:
         finite = is_finite(current.sum(1))
         return Verdict(rejected.bool(), rejected, log_ratio, inside, rejected + seen, finite, rejected), current
 
+    def carried_losses(self, carry: Tensor | None) -> Tensor | None:
+        return carry
+
     def approximation(self, *, fixed_data: bool) -> str | None:
         return None
 
@@ -163,7 +169,7 @@ class FullData:
 
 
 @dataclass(frozen=True)
-class AlwaysAccept:
+class AlwaysAccept(AcceptanceTest):
     """No correction: every proposal inside the prior's support is taken. Approximate (an unadjusted sampler).
 
     The loss at the proposal is not evaluated, so a step costs what the optimizer's own step costs. With sigma = 0 it *is*
@@ -172,8 +178,7 @@ class AlwaysAccept:
 
     needs_noise: ClassVar[bool] = False
     is_metropolis: ClassVar[bool] = True
-    needs_examples: ClassVar[bool] = False
-    reads_device: ClassVar[bool] = False
+    uses_batch_only: ClassVar[bool] = True
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         inside = is_finite(comparison.log_prior_difference()) & comparison.may_move
@@ -221,4 +226,4 @@ def beta_eff(noise: Tensor) -> Tensor:
 
 def effective_beta(test: AcceptanceTest, noise: Tensor) -> Tensor:
     """`beta_eff` of a plain test; NaN for tests that allow for the noise of Y."""
-    return beta_eff(noise.double()) if getattr(test, "is_metropolis", True) else torch.full_like(noise, torch.nan)
+    return beta_eff(noise.double()) if test.is_metropolis else torch.full_like(noise, torch.nan)

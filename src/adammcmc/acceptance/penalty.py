@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
-from adammcmc.acceptance.comparison import Comparison, Verdict
+from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
 from adammcmc.acceptance.metropolis import decisive, metropolis
 from adammcmc.acceptance.subsample import Estimate, check_batch_size, estimate
 from adammcmc.errors import PerExampleLossRequired
@@ -17,7 +16,7 @@ __all__ = ["Penalty"]
 
 
 @dataclass(frozen=True)
-class Penalty:
+class Penalty(AcceptanceTest):
     r"""Metropolis with a penalty for noise (Ceperley and Dewing 1999; Kawasaki and Holzmann 2022).
 
         accept with  min(1, exp(Yhat - s^2 / 2))
@@ -34,8 +33,6 @@ class Penalty:
     """
 
     batch_size: int | None = None
-    needs_noise: ClassVar[bool] = True
-    is_metropolis: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:

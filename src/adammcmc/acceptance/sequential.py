@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from adammcmc.acceptance.comparison import Comparison, Verdict
+from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
 from adammcmc.acceptance.metropolis import decisive, metropolis
 from adammcmc.acceptance.subsample import Sample, check_batch_size, check_growth, estimate
 from adammcmc.target.randomness import Randomness
@@ -19,7 +19,7 @@ __all__ = ["Sequential"]
 
 
 @dataclass(frozen=True)
-class Sequential:
+class Sequential(AcceptanceTest):
     r"""Metropolis on as many examples as a t-test asks for (Korattikara, Chen and Welling 2014). Approximate.
 
         stop when  1 - T_{b-1}(|Yhat - log u| / s) < eps;    accept iff Yhat > log u
@@ -38,8 +38,6 @@ class Sequential:
     eps: float = 0.01
     batch_size: int = 100
     growth: float = 1.5
-    needs_noise: ClassVar[bool] = True
-    is_metropolis: ClassVar[bool] = False
     needs_examples: ClassVar[bool] = True
     reads_device: ClassVar[bool] = True
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adammcmc.acceptance.bounds import Bound, Table, Tables, distance
-from adammcmc.acceptance.comparison import Comparison, Verdict
+from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
 from adammcmc.acceptance.metropolis import decisive, metropolis
 from adammcmc.acceptance.subsample import full_data
 from adammcmc.errors import warn
@@ -32,7 +32,7 @@ class _Said(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tuna:
+class Tuna(AcceptanceTest):
     r"""Metropolis on a Poisson minibatch (Zhang, Cooper and De Sa 2020, TunaMH). Exact, if the bound is true.
 
         L = lambda M sum_i c_i,    B ~ Poisson(L + chi L^2),    B examples i with probability c_i / sum c,
@@ -53,10 +53,9 @@ class Tuna:
 
     bound: Bound
     chi: float = 0.1
-    needs_noise: ClassVar[bool] = True
-    is_metropolis: ClassVar[bool] = False
     needs_examples: ClassVar[bool] = True
     reads_device: ClassVar[bool] = True
+    carries_count: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.chi < float("inf"):

@@ -38,7 +38,7 @@ from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.progress import track
 from adammcmc.target.data import as_data, to_device
 from adammcmc.target.likelihood import GaussianNLL, Likelihood, Loss, as_likelihood, likelihood_of
-from adammcmc.target.target import Prior
+from adammcmc.target.priors import Prior
 
 __all__ = ["Announcement", "Recipe", "Source", "check_trusted", "code_of", "find", "load_data", "prepare"]
 

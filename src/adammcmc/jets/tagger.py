@@ -32,7 +32,7 @@ from adammcmc.samplers.exact import Underdamped
 from adammcmc.samplers.optimizer import AdamMCMC, AsReleased
 from adammcmc.samplers.progress import Bar, show_bar
 from adammcmc.target.data import to_device
-from adammcmc.target.target import Gaussian
+from adammcmc.target.priors import Gaussian
 
 __all__ = ["NETWORKS", "Tagger", "Training", "best_device"]
 

@@ -17,8 +17,8 @@ from adammcmc.kernels.kernel import ChainState, Info, Once, settle, start
 from adammcmc.kernels.langevin import mala
 from adammcmc.kernels.proposal import Langevin
 from adammcmc.target.leaves import Leaves, Setting, Settings, flatten, spread_settings
+from adammcmc.target.potential import Evaluation, Potential, potential_difference
 from adammcmc.target.randomness import Randomness, uniform
-from adammcmc.target.target import Evaluation, Potential, potential_difference
 
 __all__ = ["CarriedBatch", "CorrectedMALAKernel", "corrected_mala"]
 

@@ -27,8 +27,8 @@ from adammcmc.target.leaves import (
     standard_normal,
     widen,
 )
+from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
-from adammcmc.target.target import Evaluation, Potential
 
 __all__ = ["ExactAdamMCMCKernel", "NoisyMoments", "exact_adam_mcmc"]
 

@@ -14,8 +14,8 @@ from adammcmc.kernels.direction import Gradient
 from adammcmc.kernels.kernel import ChainState, Info, Once, settle, start
 from adammcmc.kernels.proposal import Langevin
 from adammcmc.target.leaves import Leaves, Setting, Settings, flatten, spread_settings
+from adammcmc.target.potential import Potential
 from adammcmc.target.randomness import Randomness
-from adammcmc.target.target import Potential
 
 __all__ = ["MALAKernel", "mala"]
 

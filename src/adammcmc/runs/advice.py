@@ -17,7 +17,7 @@ from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.optimizer import AdamMCMC
 from adammcmc.samplers.progress import track
 from adammcmc.target.likelihood import Loss
-from adammcmc.target.target import Prior
+from adammcmc.target.priors import Prior
 
 __all__ = ["Calibration", "CalibrationRow", "Suggestion", "calibrate_sigma", "suggest"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from adammcmc.acceptance import FullData
 from adammcmc.samplers.exact import Underdamped
 from adammcmc.samplers.sampler import Sampler
-from adammcmc.target.target import Gaussian, Prior
+from adammcmc.target.priors import Gaussian, Prior
 
 __all__ = ["SCANNED", "Factory", "as_factory", "build", "finds_settings", "given_options", "innermost", "scanned"]
 

@@ -19,7 +19,7 @@ from adammcmc.runs.interrupts import Interrupt
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.progress import Bar
 from adammcmc.target.data import derive_seed
-from adammcmc.target.target import Target
+from adammcmc.target.potential import Target
 
 if TYPE_CHECKING:
     from adammcmc.runs.session import Session

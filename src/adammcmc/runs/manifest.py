@@ -23,7 +23,7 @@ from adammcmc.posterior.store.encoding import plain_json
 from adammcmc.runs.factory import Factory, finds_settings, innermost
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.sampler import Sampler
-from adammcmc.target.target import Prior
+from adammcmc.target.priors import Prior
 
 if TYPE_CHECKING:
     from adammcmc.runs.loop import Loop

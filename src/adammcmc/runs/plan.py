@@ -21,7 +21,7 @@ from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.processes import check_not_distributed
 from adammcmc.samplers.sampler import Sampler
 from adammcmc.target.likelihood import Likelihood
-from adammcmc.target.target import Prior
+from adammcmc.target.priors import Prior
 
 __all__ = ["Plan"]
 

@@ -22,7 +22,7 @@ from adammcmc.runs.session import forecast_size
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.sampler import Sampler
 from adammcmc.target.likelihood import Likelihood
-from adammcmc.target.target import Prior
+from adammcmc.target.priors import Prior
 
 __all__ = ["forecast_size", "sample"]
 

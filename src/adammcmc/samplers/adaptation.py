@@ -26,8 +26,8 @@ from adammcmc.errors import warn
 from adammcmc.kernels.arguments import chain_settings
 from adammcmc.kernels.proposal import Prolate
 from adammcmc.target.leaves import Leaves, Setting, by_chain, inner, per_chain
+from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
-from adammcmc.target.target import Evaluation, Potential
 
 __all__ = ["Adaptation", "BurnIn", "Change", "changed", "check_common", "check_tunable", "momentum_spread", "target_rate"]
 

@@ -16,10 +16,10 @@ from adammcmc.samplers.adaptation import Adaptation, BurnIn, changed, check_comm
 from adammcmc.samplers.processes import check_one_process
 from adammcmc.samplers.progress import track
 from adammcmc.target.data_density import DataDensity
+from adammcmc.target.density import Density
 from adammcmc.target.leaves import Leaves, flatten, unflatten
 from adammcmc.target.randomness import Randomness
 from adammcmc.target.resolution import agree
-from adammcmc.target.target import Density
 
 __all__ = ["sample_density", "warm_up"]
 

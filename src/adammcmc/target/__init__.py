@@ -1,17 +1,9 @@
-"""What is sampled: losses, priors, temperature, the potential U, and what it is computed on."""
+"""Defines what is sampled: losses, priors, temperature, the potential U, and the data it is computed on."""
 
-from adammcmc.target.target import (
-    Density,
-    Evaluation,
-    Gaussian,
-    PaperSettings,
-    Potential,
-    Prior,
-    Target,
-    UniformBall,
-    UniformBox,
-    from_paper,
-)
+from adammcmc.target.density import Density
+from adammcmc.target.potential import Evaluation, Potential, Target
+from adammcmc.target.priors import Gaussian, Prior, UniformBall, UniformBox
+from adammcmc.target.units import PaperSettings, from_paper
 
 __all__ = [
     "Density",

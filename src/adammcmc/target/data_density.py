@@ -14,8 +14,9 @@ from adammcmc.errors import PerExampleLossRequired
 from adammcmc.target.control import Control, ControlVariate, Taylor
 from adammcmc.target.keyed import keys, order
 from adammcmc.target.leaves import Leaves, flatten, unflatten
+from adammcmc.target.potential import Evaluation, potential_difference
+from adammcmc.target.priors import Prior
 from adammcmc.target.randomness import Randomness
-from adammcmc.target.target import Evaluation, Prior, potential_difference
 
 __all__ = ["DataDensity"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from adammcmc.target.leaves import Leaves, Setting
-from adammcmc.target.target import Potential
+from adammcmc.target.potential import Potential
 
 __all__ = ["Resolution", "agree", "measure", "roughness", "spacing"]
 
