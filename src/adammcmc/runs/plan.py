@@ -26,7 +26,7 @@ from adammcmc.target.priors import Prior
 __all__ = ["Plan"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)  # its data may be large
 class Plan:
     """Everything that `sample` takes, checked, printable, and ready to run. The arguments are those of `sample`.
 

@@ -140,9 +140,9 @@ class Session:
         factory = functools.partial(self.factory, **{name: values[chain] for name, values in self.scan.items()})
         generator = torch.Generator(self.device).manual_seed(derive_seed(plan.seed, chain, 0))
         options: dict[str, Any] = {"num_data": data.num_data, "generator": generator}
-        made_by = innermost(factory)
+        made_by, acceptance = innermost(factory), given_options(factory).get("acceptance")
         is_function = not isinstance(made_by, type)
-        needs_examples = is_function or getattr(given_options(factory).get("acceptance"), "needs_examples", False)
+        needs_examples = is_function or (acceptance is not None and acceptance.needs_examples)
         if self.has_fixed_data:
             options["fixed_data"] = True
         if (needs_examples and not self.has_fixed_data) or (not is_function and issubclass(made_by, CorrectedMALA)):
