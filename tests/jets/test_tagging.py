@@ -57,9 +57,8 @@ def prediction(raw: Tensor) -> Prediction:
     entropy, expected = -(mean * mean.log()).sum(-1), -(both * both.log()).sum(-1).mean(0)
     again = partial(both.quantile, dim=0)
     variance = both.var(0, correction=0)
-    return Prediction(
-        Likelihood("categorical"), len(raw), mean, variance, None, both, quantiles, again, None, entropy, expected
-    )
+    columns = {**quantiles, "entropy": entropy, "expected_entropy": expected}
+    return Prediction(Likelihood("categorical"), len(raw), mean, variance, None, both, None, columns, again)
 
 
 def predicted(jets: Jets, seed: int = 0) -> Prediction:
@@ -277,7 +276,7 @@ SCORES, LABELS = scored(20)
 
 def three_classes() -> Prediction:
     said = predicted(JETS)
-    return Prediction(said.likelihood, 8, torch.rand(200, 3), said.variance, None, None, {}, said._again, None, None, None)
+    return Prediction(said.likelihood, 8, torch.rand(200, 3), said.variance, None, None, None, {}, said._compute_quantile)
 
 
 @pytest.mark.parametrize(
