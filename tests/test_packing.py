@@ -126,7 +126,7 @@ def test_the_other_rows_move_as_they_would_without_the_padding_row() -> None:
     assert samplers[0].describe().replace(" | padding rows held: parameter 0", "") == samplers[1].describe()
 
 
-def test_a_state_goes_on_bit_for_bit_and_fused_says_no() -> None:
+def test_a_state_goes_on_bit_for_bit_and_fused_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Words()
 
     def make(model: nn.Module) -> Sampler:
@@ -146,6 +146,8 @@ def test_a_state_goes_on_bit_for_bit_and_fused_says_no() -> None:
     closure(model)().backward()
     moments.step()
     make(model).load_state_dict(moments.state_dict())
+    pytest.importorskip("triton")
+    monkeypatch.setattr("adammcmc.samplers.sampler.FUSED_DEVICES", {"cpu"})
     fused = AdamMCMC(model.parameters(), num_data=40, sigma=0.01, fused=True)
     with pytest.raises(ValueError, match="padding rows"):
         fused.step(closure(model))

@@ -268,7 +268,7 @@ def test_anything_of_the_model_can_be_predicted() -> None:
         (lambda p: p.predict(X).quantile(-0.1), ValueError, r"must be one number between 0 and 1, got -0\.1"),
         (lambda p: p.predict(X).quantile([0.1, 0.9]), ValueError, "must be one number between 0 and 1"),
         (lambda p: p.predict(X.double()), ValueError, r"could not be evaluated: .* Its input was float64 \(1, 4\)"),
-        (lambda p: p.predict(X[0]), ValueError, r"a single one is x\[None\]"),
+        (lambda p: p.predict(X[0]), ValueError, r"for one: x\[None\]"),
         (lambda p: p.predict(X, likelihood="poisson"), ValueError, "must be one of categorical"),
         (lambda p: p.predict(X[:0]), ValueError, "the data set is empty"),
         (lambda p: p[:0].predict(X), ValueError, "there are no draws to predict with"),

@@ -276,7 +276,7 @@ SCORES, LABELS = scored(20)
 
 def three_classes() -> Prediction:
     said = predicted(JETS)
-    return Prediction(said.likelihood, 8, torch.rand(200, 3), said.variance, None, None, {}, said._again, None, None, None)
+    return Prediction(said.likelihood, 8, torch.rand(200, 3), said.variance, None, None, None, {}, said._compute_quantile)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adammcmc import kernels
+from adammcmc.errors import PerExampleLossRequired
 from adammcmc.kernels.kernel import Kernel
 from adammcmc.samplers.closure import Closure
 from adammcmc.samplers.exact import MALA
@@ -60,7 +61,9 @@ class CorrectedMALA(MALA):
         **common: Unpack[Common],
     ) -> None:
         if common.get("examples") is None:
-            raise TypeError("CorrectedMALA draws its own batches: pass `examples=TensorExamples(loss, inputs, targets)`.")
+            raise PerExampleLossRequired(
+                "CorrectedMALA draws batches of its own: pass `examples=TensorExamples(loss, inputs, targets)`."
+            )
         self.rho, self.zeta, self.compensate = rho, zeta, compensate
         super().__init__(
             params,
