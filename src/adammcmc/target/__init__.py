@@ -1,7 +1,7 @@
 """Defines what is sampled: losses, priors, temperature, the potential U, and the data it is computed on."""
 
 from adammcmc.target.density import Density
-from adammcmc.target.potential import Evaluation, Potential, Target
+from adammcmc.target.potential import Evaluation, Potential, Target, potential_difference
 from adammcmc.target.priors import Gaussian, Prior, UniformBall, UniformBox
 from adammcmc.target.units import PaperSettings, from_paper
 
@@ -16,4 +16,5 @@ __all__ = [
     "UniformBall",
     "UniformBox",
     "from_paper",
+    "potential_difference",
 ]
