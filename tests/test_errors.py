@@ -73,12 +73,12 @@ from tests.doors import DOORS, X, Y, adam_mcmc, closure, full_data, mala, networ
         (
             lambda m: AdamMCMC([*list(m.parameters())[::-1]], num_data=1, sigma=1.0, prior=Gaussian.fan_in(m)),
             ValueError,
-            "another order",
+            "their order differ",
         ),
         (
             lambda m: AdamMCMC([m[0].bias, m[0].weight, *m[2].parameters()], num_data=1, sigma=1.0, prior=Gaussian.fan_in(m)),
             ValueError,
-            "another order",
+            "their order differ",
         ),
         (lambda m: AdamMCMC([], num_data=1, sigma=1.0), ValueError, "empty parameter list"),
     ],
@@ -226,7 +226,7 @@ def test_a_repaired_chain_continues_from_its_weights() -> None:
         model = network(torch.float64)
         sampler = mala(model, **options, **full_data(model))
         sampler.step(closure(model))
-        sampler._here = sampler._carry = None
+        sampler.chains.here = sampler.chains.carry = None
         sampler.step(lambda: closure(model)() * math.inf)  # noqa: B023
         sampler.unfreeze()
         sampler.step(closure(model))
