@@ -76,7 +76,7 @@ def test_evaluations_at_one_point_agree_bit_for_bit() -> None:
     """A move of length zero: dropout and BatchNorm in training mode, and yet Y = 0 to the last bit."""
     model = network()
     sampler = AdamMCMC(model.parameters(), lr=0.0, num_data=64, sigma=1e-30, generator=seeded())
-    sampler.parameters.check_noise = lambda sigmas, name: None  # type: ignore[method-assign]  # noise that rounding swallows, on purpose
+    sampler.parameters.check_noise = lambda *_: None  # type: ignore[method-assign]  # rounding swallows it, on purpose
     for _ in range(5):
         sampler.step(lambda: F.cross_entropy(model(X), Y))
         assert float(sampler.info.proposed_loss) == float(sampler.info.loss)

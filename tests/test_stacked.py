@@ -678,7 +678,7 @@ def test_layers_that_no_test_of_all_data_can_bear_are_named_as_ever() -> None:
         run(network(batch_norm=True), full, batch_size=32)
     with pytest.raises(StochasticClosure, match="draws random numbers"):
         run(network(dropout=0.3), full, batch_size=32)
-    with pytest.raises(StochasticClosure, match="At fault: '1' \\(Dropout\\)"):
+    with pytest.raises(StochasticClosure, match="The cause: '1' \\(Dropout\\)"):
         run(network(dropout=0.3), ALGORITHM_1)
 
 
