@@ -21,6 +21,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,11 +29,14 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor, nn
 
-from adammcmc import MALA, AdamMCMC, Gaussian, Underdamped
+from adammcmc import MALA, AdamMCMC, ChainState, Gaussian, Info, Underdamped, kernels
+from adammcmc.backends.adam import OnePassAdam
 from adammcmc.backends.streams import streams
 from adammcmc.jets import JetData, ParticleNet, ParticleNetLite, bundled, read_jets
+from adammcmc.kernels.direction import AdamMemory
 from adammcmc.samplers.stacked import StackedChains, setup_of
 from adammcmc.samplers.stacked import stack as stack_chains
+from adammcmc.target import Evaluation
 from benchmarks.step_cost import network
 from benchmarks.timing import Step, captured, machine, medians
 
@@ -42,42 +46,35 @@ JETS = 512
 
 
 def update(device: torch.device, repeats: int) -> dict[str, float]:
-    """One tensor of 1e8 weights, whose gradient is given: what of a step is not the loss."""
-    from adammcmc.backends.onepass import OnePass, Settings
-
+    """The proposal, the decision and their consequence against fused Adam, on a tensor of 1e8 weights with its gradient."""
     p = nn.Parameter(torch.randn(LARGE, device=device))
-    p.grad = 1e-3 * torch.randn(LARGE, device=device)
-    adam = torch.optim.Adam([p], fused=True)
+    p.grad = torch.randn_like(p)
+    adam = torch.optim.Adam([p], lr=1e-3, fused=True)
     adam.step()
-    state = adam.state[p]
-    one = OnePass(
-        [p.detach()],
-        [state["exp_avg"]],
-        [state["exp_avg_sq"]],
-        [torch.empty_like(p)],
-        counts=[3],
-        num_steps=0,
-        frozen_at=torch.full((1,), -1, device=device),
-        sum_rates=torch.zeros(1, dtype=torch.float64, device=device),
-        fixed=False,
-    )
-    one.tell(Settings(2.0, [1e-3], [(0.99, 0.99)], [1e-8], [3e-4], [0.0]))
+    params, copy, first, second = ((x.detach()[None],) for x in (p, *(torch.zeros_like(p) for _ in range(3))))
+    memory = AdamMemory(first, second, (0,))
+    kernel = kernels.adam_mcmc(1e-3, **SETTINGS)
+    backend = OnePassAdam(params, copy, memory)
+    backend.upload(kernel, 1e5, None)
     generator = torch.Generator(device).manual_seed(0)
-    rows = torch.zeros(1, 11, dtype=torch.float64, device=device)
-    flags = torch.zeros(2, 1, dtype=torch.uint8, device=device)
-    here, low, high = torch.ones(1, device=device), torch.full((1,), -1e6, device=device), torch.full((1,), 1e6, device=device)
-    table = one.point_at([p.grad])
+    zero = torch.zeros(1, dtype=torch.float64, device=device)
+    frozen_at = torch.full((1,), -1, device=device)
+    here, low, high = (
+        Evaluation(torch.full((1,), x, device=device), zero, (p.grad[None],)) for x in (1.0, -1e6, 1e6)
+    )  # fmt: skip
+    target = SimpleNamespace(scale=1e5, inverse_temperature=1.0, fixed=False, is_bounded=False)
+    state = ChainState(params, memory, None, None, torch.zeros(1, dtype=torch.int64, device=device), frozen_at)
 
-    def ours(there: Tensor) -> None:
-        key = torch.randint(-(2**63), 2**63 - 1, (1,), device=device, generator=generator)
-        one.propose(key, 1e5, table, here)
-        one.decide(
-            here, there, None, scale=1e5, noise_scale=0.0, gradients=table, rows=rows, slot=one.first_row, flags=flags
-        )  # fmt: skip
+    def ours(there: Evaluation) -> Info:
+        move, _ = backend.propose(kernel, params, here, memory, generator, frozen_at)
+        assert move.in_place is not None
+        ratio = move.log_q_ratio
+        info: Info = move.in_place.decide(kernel.acceptance, target, here, lambda: there, lambda: ratio, move, state)
+        move.in_place.keep(info.is_accepted, None, None)
+        return info
 
-    def is_accepted(there: Tensor) -> bool:
-        ours(there)
-        return bool(flags[0])
+    def is_accepted(there: Evaluation) -> bool:
+        return bool(ours(there).is_accepted)
 
     if not (is_accepted(low) and not is_accepted(high)):
         raise RuntimeError("the update was to be accepted, then rejected")

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from adammcmc.backends.passes import BLOCK, WARPS, InPlaceMove, Keys, Places, by_leaf_and_chain, contiguous, is_same, total
-from adammcmc.backends.philox import normals, wide_uniform
+from adammcmc.backends.philox import normal_block, wide_uniform
 from adammcmc.kernels.direction import AdamMemory
 from adammcmc.kernels.proposal import Move
 from adammcmc.target.leaves import Leaves, Setting, spread, spread_settings
@@ -89,6 +89,24 @@ def _prepare(
 
 
 @triton.jit
+def _load(at, e, size, FULL: tl.constexpr):
+    """A block of weights; a full one is aligned, and needs no mask."""
+    if FULL:  # noqa: SIM108
+        values = tl.load(tl.multiple_of(at, 16) + e)
+    else:
+        values = tl.load(at + e, mask=e < size, other=0.0)
+    return values
+
+
+@triton.jit
+def _store(at, e, values, size, FULL: tl.constexpr):
+    if FULL:
+        tl.store(tl.multiple_of(at, 16) + e, values)
+    else:
+        tl.store(at + e, values, mask=e < size)
+
+
+@triton.jit
 def _propose(
     places, gradients, sizes, bases, chunks, num_chunks, coefficients, numbers, keys, draw_at, sums, num_sums, first,
     num_leaves, inverse_scales, settings, HAS_PRIOR: tl.constexpr, ELEMENTWISE: tl.constexpr, UNIFORM: tl.constexpr,
@@ -97,17 +115,13 @@ def _propose(
     """theta, g, m1, m2 -> m1, m2, the copy of theta, and tau where theta was; partial sums of each program and chain."""
     program, chain, num_chains = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     key, last_draw = tl.load(keys + chain), tl.load(draw_at).to(tl.uint32)
-    numbers += chain
-    coefficients += chain * 8 * num_leaves
+    numbers, coefficients = numbers + chain, coefficients + chain * 8 * num_leaves
     along = tl.load(numbers + num_chains).to(tl.float32)
     sigma_along = tl.load(settings + chain * (1 + 6 * num_leaves))
     inverse_scale = tl.load(inverse_scales + chain)
     last = tl.where(tl.load(numbers + 2 * num_chains) > 0, num_chunks, 0)  # a frozen chain is not touched
-    square = tl.zeros([], tl.float64)
-    ratio = tl.zeros([], tl.float64)
-    cross = tl.zeros([], tl.float64)
-    level = tl.zeros([], tl.float64)
-    change = tl.zeros([], tl.float64)
+    square, ratio, cross = tl.zeros([], tl.float64), tl.zeros([], tl.float64), tl.zeros([], tl.float64)
+    level, change = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
     for chunk in range(program, last, tl.num_programs(0)):
         t = tl.load(chunks + 2 * chunk)
         start = tl.load(chunks + 2 * chunk + 1).to(tl.int64) * SIZE
@@ -119,49 +133,34 @@ def _propose(
         m2_at = tl.load(places + 3 * num_leaves + t).to(tl.pointer_type(tl.float32)) + row_at
         g_at = tl.load(gradients + t).to(tl.pointer_type(tl.float32)) + row_at
         e = start + tl.arange(0, SIZE)
-        if FULL:
-            p_at, m1_at, m2_at = tl.multiple_of(p_at, 16), tl.multiple_of(m1_at, 16), tl.multiple_of(m2_at, 16)
-            old_at, g_at = tl.multiple_of(old_at, 16), tl.multiple_of(g_at, 16)
-            p, g, m1, m2 = tl.load(p_at + e), tl.load(g_at + e), tl.load(m1_at + e), tl.load(m2_at + e)
-        else:
-            there = e < size
-            p, g = tl.load(p_at + e, mask=there, other=0.0), tl.load(g_at + e, mask=there, other=0.0)
-            m1, m2 = tl.load(m1_at + e, mask=there, other=0.0), tl.load(m2_at + e, mask=there, other=0.0)
+        p, g = _load(p_at, e, size, FULL), _load(g_at, e, size, FULL)
+        m1, m2 = _load(m1_at, e, size, FULL), _load(m2_at, e, size, FULL)
         row = coefficients + 8 * t
         step_size, eps = tl.load(row).to(tl.float32), tl.load(row + 1).to(tl.float32)
         new1, keep2, new2 = tl.load(row + 2).to(tl.float32), tl.load(row + 3).to(tl.float32), tl.load(row + 4).to(tl.float32)
         sigma, whiten, precision = tl.load(row + 5).to(tl.float32), tl.load(row + 6), tl.load(row + 7)
         index = (tl.load(bases + t) + start // 4 + tl.arange(0, SIZE // 4)).to(tl.uint32)
-        n0, n1, n2, n3 = normals(key, index, last_draw - UNIFORM - (1 if ELEMENTWISE else 0))
-        noise = tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3))
+        noise = normal_block(key, index, last_draw - UNIFORM - (1 if ELEMENTWISE else 0))
         if HAS_PRIOR:
             g += p * (precision * inverse_scale).to(tl.float32)
         # a gradient that is no number, or whose square is none, freezes the chain; the moments of this weight stay clean
         sound = tl.abs(g) < 1.8e19
         u1 = m1 + new1 * (g - m1)
         u2 = keep2 * m2 + new2 * g * g
-        u = step_size * u1 / (tl.sqrt(u2) + eps)
-        u = tl.where(sound, u, float("nan"))
+        u = tl.where(sound, step_size * u1 / (tl.sqrt(u2) + eps), float("nan"))
         m1, m2 = tl.where(sound, u1, m1), tl.where(sound, u2, m2)
         shift = along * u
         if ELEMENTWISE:
-            n0, n1, n2, n3 = normals(key, index, last_draw - UNIFORM)
-            zeta = tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3))
+            zeta = normal_block(key, index, last_draw - UNIFORM)
             shift += sigma_along.to(tl.float32) * zeta * u
         tau = p + sigma * noise + shift
-        if FULL:
-            tl.store(m1_at + e, m1)
-            tl.store(m2_at + e, m2)
-            tl.store(old_at + e, p)
-            tl.store(p_at + e, tau)
-            wide_u = u.to(tl.float64)
-        else:
-            tl.store(m1_at + e, m1, mask=there)
-            tl.store(m2_at + e, m2, mask=there)
-            tl.store(old_at + e, p, mask=there)
-            tl.store(p_at + e, tau, mask=there)
-            wide_u = tl.where(there, u, 0.0).to(tl.float64)
-            tau = tl.where(there, tau, 0.0)
+        _store(m1_at, e, m1, size, FULL)
+        _store(m2_at, e, m2, size, FULL)
+        _store(old_at, e, p, size, FULL)  # the copy of theta
+        _store(p_at, e, tau, size, FULL)
+        wide_u = u.to(tl.float64)
+        if not FULL:
+            wide_u, tau = tl.where(e < size, wide_u, 0.0), tl.where(e < size, tau, 0.0)
         uu = tl.sum(wide_u * wide_u)
         square += uu
         ratio += uu * whiten * whiten
@@ -172,8 +171,7 @@ def _propose(
             wide_p, wide_tau = p.to(tl.float64), tau.to(tl.float64)
             level += tl.sum(wide_p * wide_p) * precision
             change += tl.sum((wide_tau - wide_p) * (wide_tau + wide_p)) * precision
-    slot = sums + chain * num_sums + first + program
-    wide = num_sums * num_chains
+    slot, wide = sums + chain * num_sums + first + program, num_sums * num_chains
     tl.store(slot, square)
     tl.store(slot + wide, ratio)
     tl.store(slot + 2 * wide, cross)
@@ -273,7 +271,8 @@ class OnePassAdam:
         places, n = self.places, self.places.num_leaves
         has_uniform = int(kernel.acceptance.needs_noise and kernel.acceptance.is_metropolis)
         keys, draw = self._keys.next(generator, 2 + int(self._elementwise) + has_uniform)
-        gradients = places.point_at(contiguous(here.grad))
+        grad = contiguous(here.grad)  # alive until the pass is launched
+        gradients = places.point_at(grad)
         totals = torch.empty(_TOTALS, places.num_chains, dtype=torch.float64, device=places.device)
         losses = here.losses.contiguous()
         _prepare[(places.num_chains,)](
@@ -304,6 +303,10 @@ class OnePassAdam:
             in_place=InPlaceMove(places, self._numbers[2]),
         )
         return move, kernel.counted(memory)  # the counts on the host follow those on the device
+
+    def reserve(self) -> None:
+        """Allocate what a graph must not allocate itself, before its capture."""
+        self.places.reserve()
 
     def resolve(self) -> Any:
         """Fill in the addresses of a graph that was just captured."""

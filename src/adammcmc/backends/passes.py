@@ -31,6 +31,7 @@ __all__ = ["BLOCK", "WARPS", "InPlaceMove", "Keys", "Launch", "Places", "by_leaf
 
 BLOCK = 1024  # weights that a program works on at once
 WARPS = 4
+_TABLES = 4  # of gradients in a step, at most
 _LOSSES = 1024  # losses that are read at once
 _WAVES = 8  # programs for each multiprocessor
 _SMALL = 1 << 20  # weights of a chain; below, one launch is faster than two with aligned loads in the first
@@ -201,6 +202,7 @@ class Places:
         self.sizes, self.bases = self.put(sizes, torch.int64), self.put(bases, torch.int64)
         self.launches = [self._launch(chunks, is_full) for chunks, is_full in ((full, True), (rest, False)) if chunks]
         self.everything = self._launch(everything, False)
+        self._spare: list[Tensor] = []
         self._tables: list[tuple[Tensor, Leaves]] = []
 
     def _launch(self, chunks: list[tuple[int, int]], is_full: bool) -> Launch:
@@ -217,13 +219,17 @@ class Places:
     def point_at(self, leaves: Leaves) -> Tensor:
         """A table of the addresses of gradients: contiguous float32, alive until the step is done.
 
-        While a CUDA graph is captured the table is filled in by `resolve`, after the capture.
+        While a CUDA graph is captured the table is one of `reserve`, and is filled in by `resolve`, after the capture.
         """
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            table = torch.empty(len(leaves), dtype=torch.int64, device=self.device)
+            table = self._spare.pop()
             self._tables.append((table, leaves))
             return table
         return torch.tensor([x.data_ptr() for x in leaves], dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def reserve(self) -> None:
+        """Allocate the tables of a graph, before its capture: in the graph's own memory every replay would overwrite them."""
+        self._spare = [torch.zeros(self.num_leaves, dtype=torch.int64, device=self.device) for _ in range(_TABLES)]
 
     def resolve(self) -> list[tuple[Tensor, Leaves]]:
         """Fill in the tables of a graph that was just captured; they must live as long as the graph."""
@@ -309,7 +315,8 @@ class InPlaceMove:
     def keep(self, is_accepted: Tensor, new_grad: Leaves | None, old_grad: Leaves | None) -> Leaves | None:
         kept = fresh = None
         if new_grad is not None and old_grad is not None:
-            kept, fresh = self._places.point_at(old_grad), self._places.point_at(contiguous(new_grad))
+            new_grad, old_grad = contiguous(new_grad), contiguous(old_grad)
+            kept, fresh = self._places.point_at(old_grad), self._places.point_at(new_grad)
         self._places.keep(is_accepted.view(torch.uint8), self._moved, kept, fresh)
         return old_grad
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["fill_normal", "fill_uniform", "normals", "wide_uniform"]
+__all__ = ["fill_normal", "fill_uniform", "normal_block", "normals", "wide_uniform"]
 
 _BLOCK = 1024
 
@@ -34,6 +34,13 @@ def normals(key, index, draw):
     # the angle between -pi and pi, where sine and cosine are most exact
     t, w = (_uniform(b) - 0.5) * 6.283185307179586, (_uniform(d) - 0.5) * 6.283185307179586
     return r * tl.cos(t), r * tl.sin(t), s * tl.cos(w), s * tl.sin(w)
+
+
+@triton.jit
+def normal_block(key, index, draw):
+    """The N(0, 1) numbers of a block of weights: four for each index, in order."""
+    n0, n1, n2, n3 = normals(key, index, draw)
+    return tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3))
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from adammcmc.backends.passes import BLOCK, WARPS, InPlaceMove, Keys, Places, by_leaf_and_chain, contiguous, is_same, total
-from adammcmc.backends.philox import normals
+from adammcmc.backends.philox import normal_block
 from adammcmc.kernels.proposal import Move
 from adammcmc.target.leaves import Leaves, Setting, spread_settings
 from adammcmc.target.potential import Evaluation
@@ -58,8 +58,7 @@ def _depart(
         row = settings + (chain * num_leaves + t) * 4
         h, precision = tl.load(row), tl.load(row + 3)
         index = (tl.load(bases + t) + start // 4 + tl.arange(0, SIZE // 4)).to(tl.uint32)
-        n0, n1, n2, n3 = normals(key, index, draw)
-        noise = tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3))
+        noise = normal_block(key, index, draw)
         p = tl.load(row + 1).to(tl.float32) * p + tl.load(row + 2).to(tl.float32) * noise
         drift = tl.zeros([SIZE], tl.float32) + h.to(tl.float32)
         if HAS_ROOT:
@@ -198,7 +197,8 @@ class OnePassUnderdamped:
         assert here.grad is not None
         places = self.places
         keys, draw = self._keys.next(generator, 1)
-        gradients = places.point_at(contiguous(here.grad))
+        grad = contiguous(here.grad)
+        gradients = places.point_at(grad)
         totals = torch.empty(_NUM_SUMS, places.num_chains, dtype=torch.float64, device=places.device)
         first = 0
         for chunks, num_chunks, width, _ in places.launches:
@@ -209,7 +209,7 @@ class OnePassUnderdamped:
             )  # fmt: skip
             first += width
         _finish[(places.num_chains,)](self._sums, self._sums.shape[2], totals, SIZE=1024, num_warps=WARPS)
-        return Departure(self, gradients, totals)
+        return Departure(self, grad, gradients, totals)
 
     def arrive(self, gradients: Tensor, fresh: Tensor, accepted: Tensor | None) -> Tensor:
         """|p2|^2 of each program and chain; with `accepted`, the momentum after the decision is written instead."""
@@ -221,6 +221,10 @@ class OnePassUnderdamped:
             TURN=accepted is not None, SIZE=BLOCK, num_warps=WARPS,
         )  # fmt: skip
         return self._arrivals
+
+    def reserve(self) -> None:
+        """Allocate what a graph must not allocate itself, before its capture."""
+        self.places.reserve()
 
     def resolve(self) -> Any:
         """Fill in the addresses of a graph that was just captured."""
@@ -234,9 +238,10 @@ class OnePassUnderdamped:
 class Departure(InPlaceMove):
     """A step on its way: the move, its arrival, and the momentum after the decision."""
 
-    def __init__(self, backend: OnePassUnderdamped, gradients: Tensor, totals: Tensor) -> None:
+    def __init__(self, backend: OnePassUnderdamped, grad: Leaves, gradients: Tensor, totals: Tensor) -> None:
         super().__init__(backend.places, backend._moved)
-        self._backend, self._gradients = backend, gradients
+        self._backend, self._grad, self._gradients = backend, grad, gradients
+        """The gradient at theta, which must live until the step is done, and its addresses."""
         self._before, kicked, prior, prior_there = totals.unbind()
         self._fresh: Tensor | None = None
         log_prior = (prior, prior_there) if backend._has_prior else None

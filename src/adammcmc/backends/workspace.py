@@ -55,6 +55,9 @@ class Workspace:
     def key(self) -> None:
         """There are no graphs on the CPU."""
 
+    def reserve(self) -> None:
+        """There are no graphs on the CPU."""
+
     def resolve(self) -> None:
         """There are no graphs on the CPU."""
 

@@ -32,6 +32,10 @@ class _Settled(Protocol):
         """What is compiled into a CUDA graph, besides settings that are read at each replay; None: it cannot be captured."""
         ...
 
+    def reserve(self) -> None:
+        """Allocate what a CUDA graph must not allocate itself, before its capture."""
+        ...
+
     def resolve(self) -> Any:
         """Complete a graph that was just captured; what is returned must live as long as the graph."""
         ...

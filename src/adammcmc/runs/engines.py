@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from adammcmc.backends.streams import streams
 from adammcmc.errors import warn
 from adammcmc.samplers.sampler import Sampler
-from adammcmc.samplers.stacked import CannotStack, ChainView, Setup, StackedChains, setup_of, stack
+from adammcmc.samplers.stacked import CannotStack, Setup, StackedChains, setup_of, stack
+from adammcmc.samplers.view import ChainView
 from adammcmc.target.data import derive_seed
 from adammcmc.target.likelihood import DataExamples
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["OneChain", "View", "model_tensors", "prefers_stack", "stack_chains", "write_tensors"]
 
 
-View = Sampler | ChainView
+View = ChainView
 """A chain as callbacks see it."""
 
 

@@ -56,41 +56,35 @@ def sample(
 ) -> Posterior:
     """Draw a network's weights from its posterior. The same as `Plan(...).run()`.
 
-    The model's weights, buffers and modes are restored before this returns. The model is sampled in its current modes
-    (`train` or `eval`). `posterior.target` describes the distribution that was sampled.
+    The model is sampled in its current modes (`train` or `eval`), and restored before this returns.
 
     Args:
         model: preferably trained; the chains start from its weights.
         train: tensors (inputs, targets) on any device; arrays, or paths of .npy files, which are memory-mapped; a
-            Dataset; or a DataLoader, whose data set, batch size, collation and workers are used. See `as_data`.
+            Dataset; or a DataLoader. See `as_data`.
         loss: a function of outputs and targets, such as `F.cross_entropy`, or of model and batch (name its first
             argument `model`). For regression, use `GaussianNLL(noise)`.
         sampler: makes the sampler from parameters, such as `partial(AdamMCMC, lr=1e-3, sigma=3e-4, sigma_along=2.0)`;
             `num_data`, `generator` and `fixed_data` are filled in. None is `Underdamped`, which is exact: on all data
             at once, or with `FullData()` on minibatches. lr, sigma, sigma_along, step_size and inverse_temperature may
-            be tensors with one value per chain: a scan in one run (`posterior.settings(chain)` returns the values of a
-            chain).
+            be tensors with one value per chain: a scan in one run.
         batch_size: None uses the DataLoader's, or all data at once.
         prior: passed to the sampler. None: a sampler that requires a prior gets `Gaussian.fan_in(model, 2.0)`.
         num_draws: draws per chain.
         gap: steps between two draws.
-        burn_in: steps to discard; the first draw comes `gap` steps later. A sampler that tunes its own settings does so
-            during burn-in (0 is then an error). A `BurnIn` makes any sampler adapt. None: until the sampler's own
-            adaptation ends; without one, a quarter of the steps that follow.
+        burn_in: steps to discard, in which a sampler may tune its settings. A `BurnIn` makes any sampler adapt. None:
+            until the sampler's own adaptation ends; without one, a quarter of the steps that follow.
         num_chains: number of chains, each with its own random numbers.
         stacked: True runs all chains at once, with stacked weights under `torch.func.vmap`. They then share batches
-            (not noise), adapt to their mean acceptance rate, and stop and resume together. False runs one chain after
-            another, each with its own data order. None stacks on an accelerator where possible (not for ParticleNet,
-            which is faster unstacked).
+            (not noise), adapt to their mean acceptance rate, and stop and resume together. False runs one after
+            another, each with its own data order. None stacks on an accelerator where it is possible and faster.
         seed: fixes all random numbers: noise, data order, dropout.
         path: a folder for the draws; None keeps them in memory.
         resume: continue the run in `path` bit for bit, or start it if there is none. All other arguments must be the
-            same, except that `num_draws` may grow. (Bit for bit requires the same versions, device and number of
-            threads; a change raises a warning.)
-        keep: "draws"; "moments" (only the mean and variance of the weights); or a number k: moments and the last k
-            draws.
+            same, except that `num_draws` may grow. (Other versions, devices or numbers of threads raise a warning.)
+        keep: "draws"; "moments" (mean and variance of the weights); or a number k: moments and the last k draws.
         dtype: of the stored draws; None is the dtype of the weights.
-        initial: one state dictionary per chain to start from, such as the members of an ensemble.
+        initial: one state dictionary per chain to start from.
         warm_start: an optimizer (or its state) whose moments `AdamMCMC` starts from.
         scheduler: makes a scheduler from the sampler; stepped after each step.
         callbacks: see `Callback`; `TensorBoard(folder)` writes scalars.
@@ -100,7 +94,6 @@ def sample(
         progress: show a bar if standard error is a terminal.
 
     Returns:
-        The posterior. Every exception carries the completed draws in its `result`: `NonFiniteLoss`, out of memory,
-        Ctrl-C, and the `SystemExit` that SIGTERM and SIGHUP raise at the end of their step.
+        The posterior. Every exception carries the completed draws in its `result`, Ctrl-C and SIGTERM included.
     """
     return Plan(**locals()).run()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -22,14 +22,15 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from adammcmc.acceptance import effective_beta
-from adammcmc.backends.graphs import Body, Captured, Ring, tensors_of
+from adammcmc.backends.graphs import Captured
 from adammcmc.errors import NonFiniteLoss, warn
 from adammcmc.kernels.kernel import ChainState, Info
 from adammcmc.samplers.adaptation import Adaptation, Change
 from adammcmc.samplers.health import PENDING, Health, Monitor
 from adammcmc.samplers.layers import GraphNumbers, Layers
 from adammcmc.samplers.processes import check_one_process
-from adammcmc.target.leaves import Leaves, Setting, by_chain, same
+from adammcmc.samplers.replay import Replay
+from adammcmc.target.leaves import Leaves, Setting, by_chain
 from adammcmc.target.potential import Evaluation, Potential, Target
 from adammcmc.target.resolution import Resolution, measure
 
@@ -207,36 +208,34 @@ class Chains:
         """How precisely U is known; None before the first step, and for a test that does not use U."""
         self.monitor: Monitor | None = None
         self.graphs = Captured(PENDING)
-        self._info: Info | Callable[[], Info] | None = None
+        self.last_info: Info | Callable[[], Info] | None = None
         self._kernel: Any = None
         self._precision: list[float] | None = None
-        self._numbers: dict[int, tuple[Any, int]] = {}
-        self._clock: Tensor | None = None
-        self._clock_at = -1
+        self.replay = Replay(self)
         self.sum_acceptance = torch.zeros(self.num_chains, dtype=torch.float64, device=self.device)
         self.frozen_at = torch.full((self.num_chains,), -1, dtype=torch.int64, device=self.device)
-        self._frozen_on_host = _host_copy(self.frozen_at)
+        self.frozen_on_host = _host_copy(self.frozen_at)
 
     # --- one step -----------------------------------------------------------------------------------------------
 
     def step(self, loss: Any, batch: Any) -> Tensor:
         """One transition of every chain, as a CUDA graph if possible. Returns the batch's mean loss of each, (chains,)."""
-        return self.graphs.step(self, loss, batch)
+        return self.graphs.step(self.replay, loss, batch)
 
     def ordinary_step(self, loss: Any, batch: Any) -> Tensor:
         """One transition without a graph."""
         with self.on_device():
             self.before_step()
-            potential, state, info = self._transition(loss, batch, self.num_steps)
+            potential, state, info = self.transition(loss, batch, self.num_steps)
             self.network.commit(potential, state.params, info.is_accepted)
             self.memory, self.here, self.carry = self.owner.keep(state.memory), state.here, state.carry
             if state.frozen_at is not self.frozen_at or self._kernel.backend is not None:
                 self.frozen_at = state.frozen_at
-                self._frozen_on_host.copy_(self.frozen_at, non_blocking=True)
+                self.frozen_on_host.copy_(self.frozen_at, non_blocking=True)
             if self.here is not None or self.carry is not None:
                 self.network.remember(state.params)
             self.sum_acceptance += info.acceptance_rate
-            self._info = info
+            self.last_info = info
             self._after_step(potential, state, info)
             losses = potential.losses
             return info.loss if losses is None else info.loss.to(losses.dtype)
@@ -262,7 +261,7 @@ class Chains:
             self._kernel = kernel
         return kernel
 
-    def _transition(self, loss: Any, batch: Any, step: Any) -> tuple[Any, ChainState, Info]:
+    def transition(self, loss: Any, batch: Any, step: Any) -> tuple[Any, ChainState, Info]:
         kernel, network = self.kernel(), self.network
         if not _is_capturing(self.device):
             self.upload()
@@ -300,9 +299,7 @@ class Chains:
         known = potential.known
         if state.here is not None:
             known = None if state.here.grad is None else (state.params, state.here.grad)
-        self._watch(lambda monitor: monitor.add(info, self.owner.scale), known, is_current=state.here is not None)
-
-    # --- CUDA graphs (`backends.graphs.Replayable`) --------------------------------------------------------------
+        self.watch(lambda monitor: monitor.add(info, self.owner.scale), known, is_current=state.here is not None)
 
     @property
     def generator(self) -> Any:
@@ -323,115 +320,6 @@ class Chains:
         """Triton and CUDA graphs use the current device, which need not be that of the parameters."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def same_layout(self) -> AbstractContextManager[Any]:
-        """A context in which nobody touches the parameters."""
-        return self.owner.same_layout()
-
-    def layout(self) -> Any:
-        """An object that is replaced when the parameters are."""
-        return self.owner.layout()
-
-    def token(self) -> tuple[Any, ...]:
-        """Everything of which a change must be examined before the next replay; cheap to compare."""
-        is_settled = self._clock_at == self.num_steps  # the last step was a replay, which leaves everything in place
-        return is_settled, self.here is None, self.carry is None, self.network.layers.graph_key(), self.owner.token()
-
-    def graph_key(self) -> Hashable:
-        """What is compiled into a graph. A backend reads its settings from the device at each replay."""
-        kernel = self.kernel()
-        self.upload()
-        own = None if kernel.backend is None else kernel.backend.key()
-        key = (self._number(kernel),) if own is None else (own, self._number(kernel.acceptance))
-        return key, self.network.layers.graph_key(), self.fixed_data, tuple(self.owner.targets), id(self.generator)
-
-    def _number(self, thing: Any) -> int:
-        """A number per object: identities of objects that are gone would be given to others."""
-        return self._numbers.setdefault(id(thing), (thing, len(self._numbers)))[1]
-
-    def why_not_captured(self) -> str | None:
-        """Why these chains cannot be captured."""
-        kernel = self.kernel()
-        if kernel.acceptance.reads_device:
-            return f"the test reads partial sums on the host ({kernel.acceptance})"
-        if self.network.layers.draws_on_host:
-            return "the loss draws random numbers on the host"
-        if not kernel.is_capturable and (kernel.backend is None or kernel.backend.key() is None):
-            return f"{kernel.name} {kernel.why_not_capturable}"
-        if self.num_chains > 1 and isinstance(self.generator, torch.Generator):
-            return "the noise of several chains needs Triton"
-        return None
-
-    def is_replayable(self) -> bool:
-        """Whether everything a graph takes for granted is known; if not, an ordinary step must come first."""
-        needs_losses = self.kernel().acceptance.uses_all_data and self.network.examples is not None
-        return not (self.fixed_data and self.here is None) and not (needs_losses and self.carry is None)
-
-    def graph_numbers(self, graph: torch.cuda.CUDAGraph) -> GraphNumbers | None:
-        """The random numbers of the loss in this graph."""
-        return self.network.graph_numbers(graph, self.kernel().num_evaluations)
-
-    def before_capture(self) -> None:
-        """Allocate what must not lie in the graph's own memory."""
-        if self._clock is None:
-            self._clock = torch.zeros(1, dtype=torch.int64, device=self.device)
-
-    def in_graph(self, loss: Any, batch: Any, ring: Ring, numbers: Any) -> Body:
-        """One step on memory that stays where it is. Nothing in it may read a value."""
-        assert self._clock is not None
-        before = self._graph_state()
-        with self.network.layers.captured(numbers):
-            potential, state, info = self._transition(loss, batch, self._clock)
-            known = potential.known if state.here is None else None
-            if known is not None and self._kernel.backend is None:
-                known = (tuple(x.clone() for x in known[0]), known[1])  # before the chains move on
-            self.network.commit(potential, state.params, info.is_accepted)
-        fresh = (self.owner.keep(state.memory), state.here, state.carry, state.frozen_at, self.network.graph_state())
-        kept = tensors_of(before)
-        pairs = [(old, new) for old, new in zip(kept, tensors_of(fresh), strict=True) if old is not new]
-        if pairs:
-            torch._foreach_copy_([old for old, _ in pairs], [new for _, new in pairs])
-        self._set_graph_state(before)
-        ring.write(info, self.sum_acceptance, self._clock)
-        self._frozen_on_host.copy_(self.frozen_at, non_blocking=True)
-        return Body(kept, info.loss.dtype if potential.losses is None else potential.losses.dtype, known)
-
-    def after_capture(self, body: Body) -> Body:
-        """Complete what could not be done during the capture."""
-        if self.here is not None or self.carry is not None:
-            self.network.remember(self.network.take())  # a capture writes to nothing, but counts as if it did
-        return body if self._kernel.backend is None else body._replace(alive=self._kernel.backend.resolve())
-
-    def _graph_state(self) -> Any:
-        return self.memory, self.here, self.carry, self.frozen_at, self.network.graph_state()
-
-    def _set_graph_state(self, state: Any) -> None:
-        self.memory, self.here, self.carry, self.frozen_at, own = state
-        self.network.set_graph_state(own)
-
-    def before_replay(self, body: Body) -> None:
-        """Move what ordinary steps left elsewhere to the places that the graph uses."""
-        state = self._graph_state()
-        now = tensors_of(state)
-        if not same(now, body.kept):
-            torch._foreach_copy_(body.kept, now)
-            places = iter(body.kept)
-            self._set_graph_state(_pytree.tree_map_only(Tensor, lambda _: next(places), state))
-        if self._clock is not None and self._clock_at != self.num_steps:
-            self._clock.fill_(self.num_steps)
-
-    def after_replay(self, body: Body, ring: Ring) -> Tensor:
-        """Count the step and watch its health. Returns its mean loss, (chains,)."""
-        self._info = ring.info
-        self.num_steps += 1
-        self._clock_at = self.num_steps
-        self.owner.counted()
-        known = body.known
-        if self.here is not None:
-            known = None if self.here.grad is None else (self.network.take(), self.here.grad)
-        add = lambda monitor: monitor.add_row(ring.rows, ring.last, self.owner.scale)  # noqa: E731
-        self._watch(add, known, is_current=self.here is not None)
-        return ring.loss(body.loss_dtype)
-
     # --- burn-in and health -------------------------------------------------------------------------------------
 
     @property
@@ -439,7 +327,7 @@ class Chains:
         """Whether the settings still change, so that nothing should be collected."""
         return self.adaptation is not None and not self.adaptation.is_done
 
-    def _watch(self, add: Callable[[Monitor], None], known: tuple[Leaves, Leaves] | None, *, is_current: bool) -> None:
+    def watch(self, add: Callable[[Monitor], None], known: tuple[Leaves, Leaves] | None, *, is_current: bool) -> None:
         """Running sums; the temperature only at every tenth step, because it takes a pass over the weights."""
         if self.monitor is None:
             self.monitor = self.new_monitor()
@@ -528,9 +416,9 @@ class Chains:
     @property
     def info(self) -> Info:
         """The last step in numbers, one for each chain, on the device; reading it does not wait for the device."""
-        if self._info is None:
+        if self.last_info is None:
             raise RuntimeError("no step was taken yet: there is nothing to report.")
-        return self._info() if callable(self._info) else self._info
+        return self.last_info() if callable(self.last_info) else self.last_info
 
     @property
     def mean_acceptance_rate(self) -> Tensor:
@@ -562,10 +450,10 @@ class Chains:
     def check(self) -> None:
         """Raise `NonFiniteLoss` if a chain froze (on an accelerator perhaps a few steps late), or `ManyProcesses`."""
         check_one_process()
-        if not bool((self._frozen_on_host >= 0).any()):
+        if not bool((self.frozen_on_host >= 0).any()):
             return
-        chains = (self._frozen_on_host >= 0).nonzero().flatten().tolist()
-        step = int(self._frozen_on_host[chains[0]])
+        chains = (self.frozen_on_host >= 0).nonzero().flatten().tolist()
+        step = int(self.frozen_on_host[chains[0]])
         which = f" of {len(chains)} of {self.num_chains} chains; the first is chain {chains[0]}" if self.num_chains > 1 else ""
         raise NonFiniteLoss(
             f"the loss, its gradient or the log prior was NaN or infinite at the current weights{which}, at step {step}. The "
@@ -578,7 +466,7 @@ class Chains:
         """Let chains that froze on a non-finite loss continue from where they stand."""
         self.here = self.carry = None
         self.frozen_at.fill_(-1)
-        self._frozen_on_host.copy_(self.frozen_at)  # waits: copies of the old flag may be under way
+        self.frozen_on_host.copy_(self.frozen_at)  # waits: copies of the old flag may be under way
 
     def approximations(self) -> list[str]:
         """Why the chains are not exact, in a few words each; empty if they are."""
@@ -627,9 +515,9 @@ class Chains:
         there = _pytree.tree_map_only(Tensor, lambda x: x.to(self.device), {key: state[key] for key in _ON_DEVICE})
         kernel = self.kernel()  # first: packing the parameters anew drops what is cached
         self.generator.set_state(state["generator"].cpu())
-        self.num_steps, self.here, self.carry, self._info = state["num_steps"], None, there["count"], None
+        self.num_steps, self.here, self.carry, self.last_info = state["num_steps"], None, there["count"], None
         self.sum_acceptance, self.frozen_at = there["sum_acceptance"], there["frozen_at"]
-        self._frozen_on_host.copy_(self.frozen_at)
+        self.frozen_on_host.copy_(self.frozen_at)
         self.memory = None if there["memory"] is None else kernel.restored(there["memory"])
         self.resolution = Resolution(*state["resolution"]) if state["resolution"] else None
         if state["adaptation"] is not None:

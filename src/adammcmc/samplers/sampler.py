@@ -1,76 +1,43 @@
-"""The optimizer classes' common shell: torch's contract (parameter groups, closures, state) around one chain of `Chains`."""
+"""What the optimizer classes share: one chain over the parameters of a model, one step at a time."""
 
 from __future__ import annotations
 
-import difflib
 import functools
-import inspect
-import numbers
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, TypedDict, Unpack, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from adammcmc.acceptance import AcceptanceTest, Minibatch
 from adammcmc.backends.graphs import tensors_of
 from adammcmc.backends.streams import why_no_triton
 from adammcmc.errors import PerExampleLossRequired
-from adammcmc.kernels.kernel import ChainState, Info, Kernel
-from adammcmc.samplers import checkpoint
-from adammcmc.samplers.adaptation import Adaptation, BurnIn, Change, check_tunable, target_rate
+from adammcmc.kernels.kernel import ChainState, Kernel
+from adammcmc.samplers.adaptation import Change
 from adammcmc.samplers.chains import Chains
-from adammcmc.samplers.closure import Closure, Reference, expand
-from adammcmc.samplers.health import Health
-from adammcmc.samplers.layers import BatchNormPolicy, Layers
-from adammcmc.samplers.layout import Layout, plain
+from adammcmc.samplers.closure import Closure, expand
+from adammcmc.samplers.layers import Layers
+from adammcmc.samplers.layout import plain
 from adammcmc.samplers.live import LiveNetwork
 from adammcmc.samplers.packing import Packing, RowsToHold, padding_rows
-from adammcmc.samplers.processes import check_one_process, check_parameters
+from adammcmc.samplers.shell import Common, Params, Shell
 from adammcmc.target.data import Examples
 from adammcmc.target.leaves import Leaves, same
 from adammcmc.target.likelihood import grows as loss_grows
 from adammcmc.target.potential import Target
-from adammcmc.target.priors import Prior
-from adammcmc.target.resolution import Resolution
 
 __all__ = ["Common", "Params", "Sampler"]
 
 _NOT_SETTINGS = frozenset(("params", "param_names"))  # of a parameter group
-_TORCH_KEYS = {"params", "param_names", "initial_lr", "name"}
 _MOST_KERNELS = 16  # that are kept, by their settings
-
-Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-
-class Common(TypedDict, total=False):
-    """Keyword arguments of every sampler; `Sampler` documents them."""
-
-    inverse_temperature: float
-    acceptance: AcceptanceTest | None
-    examples: Examples | None
-    fixed_data: bool
-    batch_norm: BatchNormPolicy
-    burn_in: BurnIn | int | None
-    generator: torch.Generator | None
+FUSED_DEVICES = {"cuda"}
+"""Where steps are computed in place by Triton; tests add "cpu", for its interpreter."""
 
 
-_DEFAULTS = Common(
-    inverse_temperature=1.0,
-    acceptance=None,
-    examples=None,
-    fixed_data=False,
-    batch_norm="batch",
-    burn_in=None,
-    generator=None,
-)
-
-
-class Sampler(torch.optim.Optimizer, ABC):
+class Sampler(Shell):
     """What `AdamMCMC`, `Underdamped`, `MALA` and the others share: one chain over the parameters of a model.
 
     A parameter with `requires_grad=False` is not sampled. One that the loss does not depend on has gradient zero and is
@@ -94,101 +61,10 @@ class Sampler(torch.optim.Optimizer, ABC):
             not draw from it.
     """
 
-    _target_acceptance: ClassVar[float]
-    """What burn-in tunes to by default."""
-    _tunes_sigma_along: ClassVar[bool] = False
-    _tunes_lr: ClassVar[bool] = False
-    """Whether burn-in finds the learning rate, which is the step size then."""
-    _noise_name: ClassVar[str] = "sigma"
-    _learns_preconditioner: bool = False
-    _not_taken: ClassVar[frozenset[str]] = frozenset()
-    """Common arguments that the sampler does not have."""
-    num_chains: ClassVar[int] = 1
-    chains: Chains
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Common arguments are declared once, in `Common`: the signature shows them all the same."""
-        super().__init_subclass__(**options)
-        if "__init__" not in vars(cls):
-            return
-        own = inspect.signature(cls.__init__)
-        listed = [p for p in own.parameters.values() if p.name != "self" and p.name != "common"]
-        if "common" in own.parameters:
-            taken = {p.name for p in listed} | cls._not_taken
-            kinds = Common.__annotations__
-            rest = [p for p in listed if p.kind is p.VAR_KEYWORD]
-            listed = [p for p in listed if p.kind is not p.VAR_KEYWORD]
-            listed += [
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=kinds[name])
-                for name, value in _DEFAULTS.items()
-                if name not in taken
-            ]
-            listed += rest
-        cls.__signature__ = own.replace(parameters=listed)  # type: ignore[attr-defined]
-
-    def __init__(
-        self, params: Params, defaults: dict[str, Any], *, num_data: int, prior: Prior | None, **common: Unpack[Common]
-    ) -> None:
-        for key in common:
-            if key not in _DEFAULTS or key in self._not_taken:
-                near = difflib.get_close_matches(key, inspect.signature(type(self)).parameters, n=1)
-                hint = f" Did you mean '{near[0]}'?" if near and near[0] != key else ""
-                raise TypeError(f"{type(self).__name__} has no argument '{key}'.{hint}")
-        given = cast(Common, {**_DEFAULTS, **common})
-        check_one_process()
-        self.target = Target(num_data, given["inverse_temperature"], prior)
-        self.acceptance: AcceptanceTest = given["acceptance"] or Minibatch()
-        _check_types(self.target, given["acceptance"], given["examples"], given["generator"])
-        self.fixed_data = given["fixed_data"]
-        self.reference: Reference | None = None
-        """Of a control variate."""
-        self._kernels: list[tuple[Any, Kernel]] = []
-        self._backend: tuple[tuple[Any, ...], Any] | None = None
-        self._paired: dict[int, tuple[Kernel, Kernel]] = {}
-        super().__init__(params, defaults)
-        examples, generator = given["examples"], given["generator"]
-        if examples is not None and len(examples) != num_data:
-            raise ValueError(f"`num_data` is {num_data}, but `examples` holds {len(examples)}.")
-        devices = {p.device for p in self.parameters.all}
-        if len(devices) > 1:
-            raise ValueError(f"all parameters must be on one device, got {sorted(map(str, devices))}.")
-        self.device = devices.pop()
-        if generator is None:
-            # drawn from torch's default generator, so that torch.manual_seed fixes the run
-            generator = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, ())))
-        self.generator = generator
-        self.batch_norm: BatchNormPolicy = given["batch_norm"]
-        self.burn_in = _burn_in(given["burn_in"])
-        self._start(examples)
-        self.kernel()  # checks the hyper-parameters
-        self.chains.adaptation = self.new_adaptation()
-
     def _start(self, examples: Examples | None) -> None:
         """The chain at its first step."""
         self.network = LiveNetwork(self, Layers(self.batch_norm, self.device), examples, self.device)
         self.chains = Chains(self.network, self)
-
-    def _new_layout(self) -> Layout:
-        return Layout(self.param_groups, self._label, lambda: self._why_not_fused() is None, self._relayed)
-
-    def _relayed(self, are_same: bool) -> None:
-        """The parameters were packed anew: in other memory, or others altogether."""
-        if self.target.prior is not None:
-            self.target.prior.check(self.parameters.trainable)
-        if not self._has_started:
-            return
-        self.chains.here = self.chains.carry = None
-        self.network.forget()
-        if not are_same:
-            self.chains.monitor, self.reference = None, None
-            if self.is_adapting:
-                self.chains.adaptation = self.new_adaptation()
-
-    # --- what a subclass adds -----------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _label(self, p: Parameter, group: int) -> Hashable | None:
-        """Parameters with equal labels share a leaf (`Packing`)."""
 
     @abstractmethod
     def _kernel(self, packing: Packing) -> Kernel:
@@ -217,10 +93,6 @@ class Sampler(torch.optim.Optimizer, ABC):
     def _set_preconditioner(self, packing: Packing, diagonal: Leaves) -> None:
         """Use this A (only called on a sampler that learns one)."""
 
-    def _why_not_fused(self) -> str | None:
-        """Why the step is not computed in place on a GPU; None if it is."""
-        return "there is no fused step for it"
-
     def _why_not_triton(self) -> str | None:
         """Why the kernels of `backends` cannot move these parameters; None if they can."""
         if self.device.type not in FUSED_DEVICES:
@@ -241,15 +113,6 @@ class Sampler(torch.optim.Optimizer, ABC):
         """The kernel without a backend, and its memory, for a stack."""
         packing = self.layout()
         return self._kernel(packing), self._gather(packing, self.chains.memory)
-
-    def extra_state(self) -> dict[str, Any]:
-        """What a checkpoint stores of the sampler besides torch's state and the chain's."""
-        return {}
-
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore it."""
-
-    # --- the owner of the chain's settings (`chains.Owner`) -------------------------------------------------------
 
     @property
     def targets(self) -> Sequence[Target]:
@@ -329,18 +192,8 @@ class Sampler(torch.optim.Optimizer, ABC):
             if key[0] != "_" and isinstance(value, bool | int | float | tuple | None)
         ]
 
-    def layout(self) -> Packing:
-        """The trainable parameters in leaves."""
-        return self.parameters.packing()
-
     def same_layout(self) -> AbstractContextManager[None]:
         return self.parameters.settled()
-
-    def name(self, index: int) -> str:
-        """Of a trainable parameter, for messages."""
-        return self.parameters.name(index)
-
-    # --- one step -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -474,81 +327,6 @@ class Sampler(torch.optim.Optimizer, ABC):
         state = model.state_dict(keep_vars=True)
         return {name: fresh.get(id(x), x).detach().clone() for name, x in state.items() if isinstance(x, Tensor)}
 
-    # --- burn-in and reports (`Chains` has them) --------------------------------------------------------------------
-
-    @property
-    def _has_started(self) -> bool:
-        return "chains" in vars(self)
-
-    @property
-    def num_steps(self) -> int:
-        """Transitions taken."""
-        return self.chains.num_steps if self._has_started else 0
-
-    @property
-    def is_adapting(self) -> bool:
-        """Whether the settings still change, so that nothing should be collected."""
-        return self._has_started and self.chains.is_adapting
-
-    def new_adaptation(self) -> Adaptation | None:
-        """The adaptation of burn-in at its first step."""
-        if self.burn_in is None:
-            return None
-        check_tunable(self.acceptance)
-        packing = self.layout()
-        prior, precision = self.target.prior, None
-        if prior is not None and (values := prior.precision(packing.params)) is not None:
-            pairs = zip(packing.params, values, strict=True)
-            full = [torch.full(p.shape, value, dtype=torch.float64, device=p.device) for p, value in pairs]
-            precision = tuple(leaf[0] for leaf in packing.join(full))
-        return Adaptation(
-            self.burn_in,
-            target=target_rate(self.acceptance, self._target_acceptance),
-            num_params=sum(packing.sizes),
-            tunes_sigma_along=self._tunes_sigma_along,
-            precision=precision,
-            learns=self._learns_preconditioner,
-        )
-
-    @property
-    def info(self) -> Info:
-        """The last step in numbers, 0-d tensors on the parameters' device; reading it does not wait for the device."""
-        return Info(*(field[0] for field in self.chains.info))
-
-    @property
-    def mean_acceptance_rate(self) -> Tensor:
-        """Mean of min(1, exp(Y)) over all steps of this sampler, on the device."""
-        return self.chains.mean_acceptance_rate[0]
-
-    @property
-    def beta_eff(self) -> Tensor:
-        """By what factor the noise of the last step's log ratio lowers the inverse temperature (`acceptance.beta_eff`).
-
-        1 is right. NaN where the noise is not known, and for tests that allow for it. Reading it does not wait.
-        """
-        return self.chains.beta_eff[0]
-
-    @property
-    def resolution(self) -> Resolution | None:
-        """How precisely U is known; None before the first step, and for a test that does not use U."""
-        return self.chains.resolution
-
-    def present_loss(self) -> Tensor:
-        """The mean loss at the present weights as far as the last step found it (`Chains.present_loss`)."""
-        return self.chains.present_loss()[0]
-
-    def health(self) -> Health:
-        """What the record of the run says since burn-in ended: numbers, and a verdict. Waits for the device."""
-        return self.chains.health()[0]
-
-    def health_state(self) -> dict[str, Any]:
-        """What `health` is read from, besides its sums (which `state_dict` has): see `health.read_health`."""
-        return self.chains.health_state()
-
-    def health_sums(self) -> dict[str, float]:
-        """Running sums behind `health`, by name, and the number of steps in them. Waits for the device."""
-        return self.chains.health_sums()[0]
-
     def reset_health(self) -> None:
         """Forget the steps so far: burn-in is over."""
         self.chains.reset_health()
@@ -564,144 +342,7 @@ class Sampler(torch.optim.Optimizer, ABC):
         """Let a chain that froze on a non-finite loss continue from where it stands."""
         self.chains.unfreeze()
 
-    def approximations(self) -> list[str]:
-        """Why the chain is not exact, in a few words each; empty if it is."""
-        return self.chains.approximations()
-
-    def describe(self) -> str:
-        """The realised target in one line: density, temperature, data, prior, kernel, test, exact or approximate."""
-        return self.chains.describe()
-
     @property
     def gradients_per_step(self) -> int:
         """Backward passes of the loss in one step."""
         return 1
-
-    def check_schedulable(self) -> None:
-        """Refuse a scheduler while burn-in finds the step size."""
-        if self.is_adapting and self._tunes_lr:
-            raise ValueError(
-                "a scheduler would overwrite the step size that burn-in finds. Give the sampler a `step_size`, or leave out "
-                "the scheduler; in your own loop, create it once `sampler.is_adapting` is False."
-            )
-
-    # --- torch's contract -----------------------------------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        for key in set(param_group) - set(self.defaults) - _TORCH_KEYS:
-            near = difflib.get_close_matches(key, self.defaults, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else f" Known: {sorted(self.defaults)}."
-            if key == "weight_decay":
-                hint = " Weight decay is a prior here: prior=Gaussian(scale)."
-            raise ValueError(f"unknown option '{key}' in a parameter group.{hint}")
-        if not hasattr(self, "parameters"):
-            self.parameters = self._new_layout()
-        listed = param_group["params"]
-        listed = [listed] if isinstance(listed, Tensor) else list(listed)
-        tensors = [x[1] if isinstance(x, tuple) else x for x in listed] + self.parameters.all
-        if len(set(map(id, tensors))) < len(tensors):
-            raise ValueError("a parameter is listed twice: it would be two coordinates of the chain.")
-        check_parameters(tensors)
-        super().add_param_group({**param_group, "params": listed})
-        self.parameters.drop()
-        group = self.param_groups[-1]
-        for key in set(group) & {"lr", "eps", "sigma", "sigma_along"}:
-            if isinstance(group[key], numbers.Real):
-                group[key] = float(group[key])  # a number of numpy's would keep the state from loading safely
-        try:
-            if any(p.is_complex() for p in group["params"]):
-                raise ValueError("complex parameters cannot be sampled. Use torch.view_as_real and real parameters.")
-            if "sigma_along" in self.defaults:
-                self._sigma_along()
-        except ValueError:
-            del self.param_groups[-1]
-            raise
-
-    def state_dict(self) -> dict[str, Any]:
-        """torch's state, and under one key of its own the generator and the counters: enough to continue bit for bit."""
-        return checkpoint.save(self, super().state_dict())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this sampler, to continue bit for bit (or, for AdamMCMC, the moments of a torch.optim.Adam)."""
-        if checkpoint.KEY in state_dict:
-            checkpoint.load(self, state_dict)
-        else:
-            self._load_foreign(state_dict)
-
-    def _load_foreign(self, state_dict: dict[str, Any]) -> None:
-        raise ValueError(f"this is not a state of {type(self).__name__}: it has no entry '{checkpoint.KEY}'.")
-
-    def load_torch_state(self, state_dict: dict[str, Any]) -> None:
-        """torch's part of a state."""
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != checkpoint.KEY})
-        self.parameters = self._with_groups(self.parameters)
-        self.chains.here = self.chains.carry = None
-        for state in self.state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].cpu()  # where reading it costs nothing
-
-    def _with_groups(self, old: Layout) -> Layout:
-        """The layout of the present groups: torch replaces their list when a state is loaded."""
-        layout = self._new_layout()
-        layout.held = old.held
-        return layout
-
-    def __getstate__(self) -> dict[str, Any]:
-        return checkpoint.pickled(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "generator" not in state:  # torch's load_state_dict sets only its own part
-            super().__setstate__(state)
-            return
-        own, examples = state[checkpoint.KEY]
-        super().__setstate__(checkpoint.unpickled(self, state))
-        self._kernels, self._backend, self._paired = [], None, {}
-        self.parameters = self._new_layout()
-        self.parameters.held = own["held_rows"]
-        self._start(examples)
-        if own["adaptation"] is not None:
-            self.chains.adaptation = self.new_adaptation()
-        self.chains.load_state_dict(own)
-
-    # --- settings ---------------------------------------------------------------------------------------------------
-
-    def _options(self, key: str) -> list[Any]:
-        """A hyper-parameter of each leaf."""
-        return self.parameters.options(key)
-
-    def _sigma_along(self) -> float:
-        values = {float(group["sigma_along"]) for group in self.param_groups}
-        if len(values) > 1:
-            raise ValueError("`sigma_along` must be the same in all groups: there is one z for all parameters.")
-        return values.pop()
-
-    def _sigmas(self) -> list[float]:
-        return [float(s) for s in self._options("sigma")]
-
-
-FUSED_DEVICES = {"cuda"}
-"""Where steps are computed in place by Triton; tests add "cpu", for its interpreter."""
-
-
-def _burn_in(value: BurnIn | int | None) -> BurnIn | None:
-    if value is None or isinstance(value, BurnIn):
-        return value
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
-        raise ValueError(f"`burn_in` must be a number of steps, a BurnIn, or None, got {value!r}.")
-    return BurnIn(num_steps=int(value)) if value > 0 else None
-
-
-def _check_types(
-    target: Target, acceptance: AcceptanceTest | None, examples: Examples | None, generator: torch.Generator | None
-) -> None:
-    if not isinstance(target.prior, Prior | None):
-        raise TypeError(f"`prior` must be a Prior, such as Gaussian(1.0), or None, got {target.prior!r}.")
-    if acceptance is not None and (isinstance(acceptance, type) or not isinstance(acceptance, AcceptanceTest)):
-        raise TypeError(f"`acceptance` must be an acceptance test, such as Minibatch() or FullData(), got {acceptance!r}.")
-    if examples is not None and not hasattr(examples, "losses"):
-        raise TypeError(
-            f"`examples` must have a method `losses` (adammcmc.Examples), got {type(examples).__name__}. "
-            "For tensors: TensorExamples(loss, inputs, targets)."
-        )
-    if not isinstance(generator, torch.Generator | None):
-        raise TypeError(f"`generator` must be a torch.Generator, got {generator!r}. Write torch.Generator().manual_seed(0).")

@@ -25,20 +25,20 @@ from adammcmc.backends.streams import Counters
 from adammcmc.errors import StochasticClosure
 from adammcmc.kernels.adam import AdamMCMCKernel
 from adammcmc.kernels.arguments import SETTINGS, chain_settings, settings_by_name
-from adammcmc.kernels.kernel import ChainState, Info, Kernel
+from adammcmc.kernels.kernel import ChainState, Kernel
 from adammcmc.samplers.adaptation import Change, changed, check_common
 from adammcmc.samplers.chains import Chains
-from adammcmc.samplers.health import Health
 from adammcmc.samplers.layers import GraphNumbers, Layers
 from adammcmc.samplers.packing import Packing
 from adammcmc.samplers.sampler import Sampler
+from adammcmc.samplers.view import ChainView
 from adammcmc.samplers.vmapped import StackedPrior, VmappedModel
 from adammcmc.target.data import Batch, Examples
 from adammcmc.target.leaves import Leaves, Setting, by_chain, spread_settings
 from adammcmc.target.potential import Evaluation, Target, potential_difference
 from adammcmc.target.randomness import Randomness
 
-__all__ = ["CannotStack", "ChainView", "Setup", "StackedChains", "StackedNetwork", "StackedPotential", "setup_of", "stack"]
+__all__ = ["CannotStack", "Setup", "StackedChains", "StackedNetwork", "StackedPotential", "setup_of", "stack"]
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """model, batch -> the per-example losses, (batch,), or their mean, ()."""
@@ -496,9 +496,9 @@ class StackedChains(Chains):
         values = settings_by_name(self._owner.kernel())
         return {name: float(v[chain]) if isinstance(v, Tensor) and v.dim() == 1 else float(v) for name, v in values.items()}
 
-    def view(self, chain: int) -> ChainView:
+    def view(self, chain: int) -> StackedChainView:
         """One chain, as a callback sees it."""
-        return ChainView(self, chain)
+        return StackedChainView(self, chain)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the chains need to continue bit for bit."""
@@ -621,54 +621,21 @@ def stack(
     return StackedChains(prototype, network, StackOwner(network, kernel, targets, generator), memory)
 
 
-class ChainView:
+class StackedChainView(ChainView):
     """One chain of a stack, with what callbacks read from a `Sampler`."""
 
-    def __init__(self, chains: StackedChains, chain: int) -> None:
-        self._chains, self._chain = chains, chain
-        self.target: Target = chains.targets[chain]
+    def __init__(self, chains: StackedChains, number: int) -> None:
+        self.chains, self.number = chains, number
+        self._stacked = chains
+        self.target: Target = chains.targets[number]
         self.acceptance = chains.kernel().acceptance
         self.fixed_data = chains.fixed_data
 
     @property
-    def num_steps(self) -> int:
-        return self._chains.num_steps
-
-    @property
-    def is_adapting(self) -> bool:
-        """Whether the settings still change."""
-        return self._chains.is_adapting
-
-    @property
-    def info(self) -> Info:
-        """The last step in numbers, 0-d tensors on the device."""
-        return Info(*(field[self._chain] for field in self._chains.info))
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The chain's present settings, under the names that a sampler's groups have. Waits for the device."""
-        settings = self._chains.settings(self._chain)
+        settings = self._stacked.settings(self.number)
         return [{("lr" if name == "step_size" else name): value for name, value in settings.items()}]
-
-    @property
-    def mean_acceptance_rate(self) -> Tensor:
-        return self._chains.mean_acceptance_rate[self._chain]
-
-    @property
-    def beta_eff(self) -> Tensor:
-        return self._chains.beta_eff[self._chain]
-
-    def health(self) -> Health:
-        """What the chain's record says since burn-in ended. Waits for the device."""
-        return self._chains.health()[self._chain]
-
-    def health_sums(self) -> dict[str, float]:
-        """Running sums behind `health`, by name. Waits for the device."""
-        return self._chains.health_sums()[self._chain]
-
-    def describe(self) -> str:
-        """The realised target of the first chain in one line."""
-        return self._chains.describe()
 
 
 # --- settings -------------------------------------------------------------------------------------------------------------
