@@ -15,12 +15,13 @@ pytest.importorskip("triton")
 
 from scipy import stats
 
-from adammcmc import AdamMCMC, AsReleased, FullData, Prior, Sampler, TensorExamples, Underdamped, UniformBox
+from adammcmc import AdamMCMC, AsReleased, BurnIn, FullData, Prior, Sampler, TensorExamples, Underdamped, UniformBox
 from adammcmc.acceptance import AlwaysAccept, Minibatch
 from adammcmc.backends import passes
 from adammcmc.backends.adam import OnePassAdam
 from adammcmc.backends.one_pass import has_one_pass, one_pass
 from adammcmc.backends.streams import Counters
+from adammcmc.backends.underdamped import OnePassUnderdamped
 from adammcmc.kernels import adam_mcmc, as_released, hmc, mala, underdamped
 from adammcmc.kernels.kernel import ChainState, Info
 from adammcmc.samplers import sampler as shell
@@ -366,6 +367,29 @@ def test_it_continues_bit_for_bit(make, fixed: bool) -> None:
     other.load_state_dict(saved[1])
     for _ in range(4):
         other.step(lambda: losses(again))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.filterwarnings("ignore:burn-in reached")
+def test_it_takes_over_when_burn_in_ends() -> None:
+    """Adaptation needs the gradient of the prior as well, and packs small parameters."""
+    model = network()
+    sampler = exact(model, step_size=None, burn_in=BurnIn(num_steps=12, window=4))
+    for _ in range(12):
+        assert backend_of(sampler) is None
+        sampler.step(lambda: losses(model))
+    assert not sampler.is_adapting
+    for _ in range(3):
+        sampler.step(lambda: losses(model))
+    assert isinstance(backend_of(sampler), OnePassUnderdamped)
+    saved = copy.deepcopy((model.state_dict(), sampler.state_dict()))
+    sampler.step(lambda: losses(model))
+    again = network(1)
+    other = exact(again, step_size=None, burn_in=BurnIn(num_steps=12, window=4))
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    other.step(lambda: losses(again))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
 
 

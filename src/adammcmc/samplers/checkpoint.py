@@ -57,7 +57,7 @@ def load(sampler: Any, state_dict: dict[str, Any]) -> None:
         sampler.chains.adaptation = sampler.new_adaptation()
         sampler.chains.adaptation.is_done = bool(saved.get("is_done", sampler.chains.adaptation.is_done))
     else:
-        sampler.chains.adaptation = None
+        sampler.burn_in = sampler.chains.adaptation = None
     sampler.chains.load_state_dict(own)
     reference = _pytree.tree_map_only(Tensor, lambda x: x.to(sampler.device, copy=True), own["reference"])
     sampler.reference = None if reference is None else Reference(*reference)

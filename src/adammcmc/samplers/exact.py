@@ -200,7 +200,7 @@ class Underdamped(_Preconditioned):
         return memory if memory is not None and _fits(memory.momentum, packing) else None
 
     def _why_not_fused(self) -> str | None:
-        if self.num_leapfrog != 1 or not self.acceptance.needs_noise or self.is_adapting:
+        if self.num_leapfrog != 1 or not self.acceptance.needs_noise or self._will_adapt:
             return "only a step with one leapfrog step, a test and settled settings is fused"
         return self._why_not_triton()
 

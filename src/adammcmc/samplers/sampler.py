@@ -32,6 +32,7 @@ from adammcmc.target.potential import Target
 __all__ = ["Common", "Params", "Sampler"]
 
 _NOT_SETTINGS = frozenset(("params", "param_names"))  # of a parameter group
+_PLAIN = (bool, int, float, tuple, type(None))
 _MOST_KERNELS = 16  # that are kept, by their settings
 FUSED_DEVICES = {"cuda"}
 """Where steps are computed in place by Triton; tests add "cpu", for its interpreter."""
@@ -189,7 +190,7 @@ class Sampler(Shell):
         return [
             (key, value)
             for key, value in vars(self).items()
-            if key[0] != "_" and isinstance(value, bool | int | float | tuple | None)
+            if key[0] != "_" and type(value) in _PLAIN
         ]
 
     def same_layout(self) -> AbstractContextManager[None]:

@@ -179,6 +179,13 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
         """Whether the settings still change, so that nothing should be collected."""
         return self._has_started and self.chains.is_adapting
 
+    @property
+    def _will_adapt(self) -> bool:
+        """As `is_adapting`, and before the adaptation of this sampler is made."""
+        if not self._has_started or self.chains.adaptation is None:
+            return self.burn_in is not None
+        return self.chains.is_adapting
+
     def new_adaptation(self) -> Adaptation | None:
         """The adaptation of burn-in at its first step."""
         if self.burn_in is None:

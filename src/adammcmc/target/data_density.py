@@ -45,8 +45,9 @@ class DataDensity:
     Example:
         >>> import adammcmc, torch.nn.functional as F
         >>> x, y = torch.randn(1000, 3), torch.randint(2, (1000,)) * 2.0 - 1
-        >>> target = DataDensity(lambda w, x, y: F.softplus(-y * (x @ w)), x, y, prior=adammcmc.Gaussian(),
-        batch_size=10) >>> kernel = adammcmc.kernels.adam_mcmc(0.0, sigma=0.03, acceptance=adammcmc.acceptance.Barker())
+        >>> losses = lambda w, x, y: F.softplus(-y * (x @ w))
+        >>> target = DataDensity(losses, x, y, prior=adammcmc.Gaussian(), batch_size=10)
+        >>> kernel = adammcmc.kernels.adam_mcmc(0.0, sigma=0.03, acceptance=adammcmc.acceptance.Barker())
         >>> draws, info = adammcmc.sample_density(target, torch.zeros(20, 3), kernel, num_steps=10)
         >>> draws.shape, info.num_examples.shape
         (torch.Size([20, 10, 3]), torch.Size([20, 10]))
