@@ -37,9 +37,9 @@ MUTANTS = [
     ),
     Mutant(
         "a coarse U is called exact",
-        "samplers/sampler.py",
-        "layers + coarse + self._complaints()",
-        "layers + self._complaints()",
+        "samplers/chains.py",
+        "fixed_data=self.fixed_data) + coarse + self._complaints()",
+        "fixed_data=self.fixed_data) + self._complaints()",
         "tests/test_resolution.py",
     ),
     Mutant(
@@ -101,8 +101,8 @@ MUTANTS = [
     Mutant(
         "a rejected state is not repeated",
         "kernels/kernel.py",
-        "params=unflatten(select(is_accepted, move.proposed, leaves), structure),",
-        "params=unflatten(move.proposed, structure),",
+        "params = select(info.is_accepted, move.proposed, leaves)",
+        "params = move.proposed",
         "tests/test_kernels.py",
     ),
     Mutant(
@@ -225,11 +225,11 @@ MUTANTS = [
         "tests/test_layers.py",
     ),
     Mutant(
-        "noise drawn in place with another sigma",
-        "backends/fused.py",
-        "torch.add(p, e, alpha=sigma, out=tau)",
-        "torch.add(p, e, alpha=1.01 * sigma, out=tau)",
-        "tests/test_fused.py",
+        "moments in place are those of another gradient",
+        "kernels/direction.py",
+        "torch.lerp(m1, g, 1 - beta1, out=None if into is None else m1)",
+        "torch.lerp(m1, g, 1 - beta1 if into is None else 1 - beta2, out=None if into is None else m1)",
+        "tests/test_workspace.py",
     ),
     Mutant(
         "the order of the data not restored on resume",
@@ -324,7 +324,7 @@ MUTANTS = [
     ),
     Mutant(
         "buffers of all chains move when one accepts",
-        "samplers/stacked.py",
+        "samplers/vmapped.py",
         "torch.where(mask[owner], y, n)",
         "torch.where(mask.any(), y, n)",
         "tests/test_stacked.py",
@@ -332,8 +332,8 @@ MUTANTS = [
     Mutant(
         "one temperature for all chains",
         "samplers/stacked.py",
-        "self.scale = _joined([target.scale for target in self.targets], self.device)",
-        "self.scale = self.targets[0].scale",
+        "self.scale: Setting = _joined([target.scale for target in targets], network.device)",
+        "self.scale: Setting = targets[0].scale",
         "tests/test_stacked.py",
     ),
     Mutant(
@@ -450,17 +450,17 @@ MUTANTS = [
     ),
     Mutant(
         "the drift of one pass in the wrong direction",
-        "backends/onepass.py",
+        "backends/adam.py",
         "shift = along * u",
         "shift = -along * u",
-        "tests/test_onepass.py",
+        "tests/test_one_pass.py",
     ),
     Mutant(
         "the released noise without its part in the ratio, in one pass",
-        "backends/onepass.py",
-        "cross += tl.sum(wide_u * wide_u * zeta.to(tl.float64)) * tl.load(settings) * whiten * whiten",
+        "backends/adam.py",
+        "cross += tl.sum(wide_u * wide_u * zeta.to(tl.float64)) * sigma_along * whiten * whiten",
         "cross += 0.0 * tl.sum(wide_u * wide_u * zeta.to(tl.float64))",
-        "tests/test_onepass.py",
+        "tests/test_one_pass.py",
     ),
     Mutant(
         "the influence of the loss is lost for tests on other examples",
@@ -485,9 +485,9 @@ MUTANTS = [
     ),
     Mutant(
         "a temperature is taken from gradients in reduced precision",
-        "samplers/sampler.py",
-        "if self._layers.reduced or id(p) in scaled_away]",
-        "if id(p) in scaled_away]",
+        "samplers/chains.py",
+        "self.network.names if layers.reduced else self.network.scaled_away()",
+        "self.network.scaled_away()",
         "tests/test_health_verdicts.py",
     ),
     Mutant(
@@ -499,8 +499,8 @@ MUTANTS = [
     ),
     Mutant(
         "a burn-in that failed is forgotten",
-        "samplers/sampler.py",
-        '"burn_in": None if self._adaptation is None else self._adaptation.complaint(),',
+        "samplers/chains.py",
+        '"burn_in": None if self.adaptation is None else self.adaptation.complaint(),',
         '"burn_in": None,',
         "tests/test_health_verdicts.py",
     ),
@@ -611,17 +611,17 @@ MUTANTS = [
     ),
     Mutant(
         "a refused proposal left in place by one pass",
-        "backends/onepass.py",
-        "    last = tl.where(action == 1, num_chunks, 0)\n",
-        "    last = tl.where(action == 3, num_chunks, 0)\n",
-        "tests/test_onepass.py",
+        "backends/passes.py",
+        "    last = tl.where(accepted, 0, num_chunks)\n",
+        "    last = tl.where(accepted, 0, 0 * num_chunks)\n",
+        "tests/test_one_pass.py",
     ),
     Mutant(
-        "the second moment of C with another decay",
-        "onepass.c",
-        "b = keep2 * m2[i] + new2 * grad * grad",
-        "b = keep2 * keep2 * m2[i] + new2 * grad * grad",
-        "tests/test_onepass.py",
+        "the velocity is not turned by a refusal in one pass",
+        "backends/underdamped.py",
+        "tl.where(accepted, after, -p)",
+        "tl.where(accepted, after, p)",
+        "tests/test_one_pass.py",
     ),
     Mutant(
         "one stream of counters for all chains",
@@ -727,6 +727,27 @@ MUTANTS = [
         "                left += g\n",
         "                left += g * 0\n",
         "tests/jets/test_edges.py",
+    ),
+    Mutant(
+        "the decision in one launch forgets the prior",
+        "backends/passes.py",
+        "log_ratio = log_q - (scale * mean - (prior_there - prior_here))",
+        "log_ratio = log_q - scale * mean",
+        "tests/test_one_pass.py",
+    ),
+    Mutant(
+        "other parameters keep the health of the last ones",
+        "samplers/layout.py",
+        "self._on_new(not before or same(before, params))",
+        "self._on_new(True)",
+        "tests/test_doors.py tests/test_sampler.py tests/test_optimizer.py",
+    ),
+    Mutant(
+        "an adaptation with the layout of the fused step",
+        "samplers/exact.py",
+        "or self._will_adapt:",
+        "or self.is_adapting:",
+        "tests/test_one_pass.py",
     ),
 ]
 
