@@ -264,7 +264,7 @@ class Chains:
     def transition(self, loss: Any, batch: Any, step: Any) -> tuple[Any, ChainState, Info]:
         kernel, network = self.kernel(), self.network
         if not _is_capturing(self.device):
-            self.upload()
+            self.upload(kernel)
         potential = network.potential(loss, batch, self._precision)
         params = network.take()
         state = ChainState(params, self.memory, self.here, self.carry, step, self.frozen_at)
@@ -274,9 +274,8 @@ class Chains:
             state, info = kernel.step(self.owner.prepare(potential, state), potential, self.owner.generator)
         return potential, state, info
 
-    def upload(self) -> None:
-        """Send settings that have changed to a backend."""
-        kernel = self.kernel()
+    def upload(self, kernel: Any) -> None:
+        """Send settings that have changed to the kernel's backend."""
         self._precision = None
         if kernel.backend is not None:
             if kernel.backend.folds_prior and kernel.acceptance.uses_batch_only:

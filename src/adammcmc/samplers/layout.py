@@ -98,11 +98,11 @@ class Layout:
     def settled(self) -> Iterator[None]:
         """Nobody touches the parameters inside: they need not be examined again and again."""
         self.packing()
-        self._is_settled = True
+        before, self._is_settled = self._is_settled, True
         try:
             yield
         finally:
-            self._is_settled = False
+            self._is_settled = before
 
     def options(self, key: str) -> list[Any]:
         """A hyper-parameter of each leaf."""

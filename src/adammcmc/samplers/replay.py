@@ -60,7 +60,7 @@ class Replay:
         return self._chains.ordinary_step(loss, batch)
 
     def upload(self) -> None:
-        self._chains.upload()
+        self._chains.upload(self._chains.kernel())
 
     def same_layout(self) -> AbstractContextManager[Any]:
         """A context in which nobody touches the parameters."""
@@ -84,7 +84,7 @@ class Replay:
     def graph_key(self) -> Hashable:
         """What is compiled into a graph. A backend reads its settings from the device at each replay."""
         chains, kernel = self._chains, self._chains.kernel()
-        chains.upload()
+        chains.upload(kernel)
         own = None if kernel.backend is None else kernel.backend.key()
         key = (self._number(kernel),) if own is None else (own, self._number(kernel.acceptance))
         return key, chains.network.layers.graph_key(), chains.fixed_data, tuple(chains.owner.targets), id(chains.generator)

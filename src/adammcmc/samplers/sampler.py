@@ -187,11 +187,7 @@ class Sampler(Shell):
 
     def _simple_options(self) -> list[Any]:
         """Public options that are plain values: friction, fused, ..."""
-        return [
-            (key, value)
-            for key, value in vars(self).items()
-            if key[0] != "_" and type(value) in _PLAIN
-        ]
+        return [(key, value) for key, value in vars(self).items() if key[0] != "_" and type(value) in _PLAIN]
 
     def same_layout(self) -> AbstractContextManager[None]:
         return self.parameters.settled()
@@ -241,10 +237,12 @@ class Sampler(Shell):
 
     def _transition(self, step: Callable[[], Tensor]) -> Tensor:
         try:
-            return step()[0]
+            with self.parameters.settled():
+                return step()[0]
         except RowsToHold:  # the closure's modules are known now
             self.parameters.hold(self.network.layers.padding)
-            return step()[0]
+            with self.parameters.settled():
+                return step()[0]
 
     def _check_mean(self, loss: Callable[[Any], Tensor], batch: Any) -> None:
         """At the first step: if a batch's loss is the sum of its halves' losses, it is no mean."""

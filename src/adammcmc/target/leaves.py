@@ -7,6 +7,7 @@ Reductions over all parameters are accumulated in float64, one number for each c
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -108,12 +109,28 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
     a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
     if a.is_cuda:  # products in their own dtype, sums in float64: a third of the memory traffic, rounding of 6e-8 each
         return sums.over_parameters((a * b).sum(1, dtype=torch.float64))
-    parts = [_dot(a[:, s].double(), b[:, s].double()) for s in blocks(a.shape[1])]
-    return sums.over_parameters(functools.reduce(torch.add, parts))
+    return sums.over_parameters(functools.reduce(torch.add, [_dot(a[:, s], b[:, s]) for s in blocks(a.shape[1])]))
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return torch.dot(a[0], b[0])[None] if a.shape[0] == 1 else (a * b).sum(1)
+    if a.shape[0] > 1:
+        return (a.double() * b.double()).sum(1)
+    wide = _wide(a[0], 0)
+    return torch.dot(wide, wide if b is a else _wide(b[0], 1))[None]
+
+
+_scratch = threading.local()
+
+
+def _wide(x: Tensor, which: int) -> Tensor:
+    """A block in float64, in memory that is reused: what is allocated and freed is paid for page by page."""
+    if x.dtype == torch.float64 or x.device.type != "cpu":
+        return x.double()
+    buffers = _scratch.__dict__.setdefault("buffers", {})
+    if which not in buffers or len(buffers[which]) < len(x):
+        buffers[which] = torch.empty(len(x), dtype=torch.float64)
+    out: Tensor = buffers[which][: len(x)]
+    return out.copy_(x)
 
 
 def is_finite(x: Tensor) -> Tensor:
