@@ -38,11 +38,10 @@ def network(width: int) -> nn.Sequential:
 def contenders(width: int) -> tuple[int, dict[str, Callable[[], object]]]:
     """The number of parameters, and one function for each version, that takes one step."""
     inputs, targets = torch.randn(BATCH, 64), torch.randint(10, (BATCH,))
-    adam_model, our_model, fused_model, fixed_model, mala_model = (network(width) for _ in range(5))
+    adam_model, our_model, fixed_model, mala_model = (network(width) for _ in range(4))
     adam = torch.optim.Adam(adam_model.parameters())
     options = {"num_data": 100_000, "sigma": 3e-4, "sigma_along": 2.0}
     ours = AdamMCMC(our_model.parameters(), lr=1e-3, **options)
-    fused = AdamMCMC(fused_model.parameters(), lr=1e-3, fused=True, **options)
     fixed = AdamMCMC(fixed_model.parameters(), lr=1e-3, fixed_data=True, **options)
     mala = MALA(mala_model.parameters(), 1e-9, num_data=100_000, prior=Gaussian(), fixed_data=True)
 
@@ -60,7 +59,6 @@ def contenders(width: int) -> tuple[int, dict[str, Callable[[], object]]]:
         "Adam": adam_step,
         "ideal": ideal,
         "AdamMCMC": lambda: ours.step(lambda: F.cross_entropy(our_model(inputs), targets)),
-        "AdamMCMC, fused": lambda: fused.step(lambda: F.cross_entropy(fused_model(inputs), targets)),
         "AdamMCMC, fixed data": lambda: fixed.step(lambda: F.cross_entropy(fixed_model(inputs), targets)),
         "MALA, fixed data": lambda: mala.step(lambda: F.cross_entropy(mala_model(inputs), targets)),
     }
@@ -85,14 +83,13 @@ def measure(repeats: int) -> dict[str, list[float]]:
     rows = {}
     for width in WIDTHS:
         num_params, functions = contenders(width)
-        t = medians({name: functions[name] for name in ("Adam", "ideal", "AdamMCMC", "AdamMCMC, fused")}, repeats)
+        t = medians({name: functions[name] for name in ("Adam", "ideal", "AdamMCMC")}, repeats)
         fixed = medians({name: functions[name] for name in ("Adam", *FIXED)}, repeats)
         rows[f"{num_params:,}"] = [
             1e3 * t["Adam"],
             t["ideal"] / t["Adam"],
             t["AdamMCMC"] / t["Adam"],
             t["AdamMCMC"] / t["ideal"],
-            t["AdamMCMC, fused"] / t["ideal"],
             *(fixed[name] / fixed["Adam"] for name in FIXED),
         ]
     return rows
@@ -119,14 +116,13 @@ def main() -> None:
         f"torch {torch.__version__}, {arguments.threads} thread(s), batch {BATCH}, medians of {arguments.repeats} steps and "
         f"{arguments.processes} processes\n"
     )
-    names = "ideal / Adam | AdamMCMC / Adam | AdamMCMC / ideal | fused / ideal | fixed data / Adam | MALA, fixed data / Adam"
+    names = "ideal / Adam | AdamMCMC / Adam | AdamMCMC / ideal | fixed data / Adam | MALA, fixed data / Adam"
     print(f"| P | Adam, ms | {names} |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|")
     for num_params in runs[0]:
         columns = list(zip(*(run[num_params] for run in runs), strict=True))
         cells = [f"{statistics.median(column):.2f}" for column in columns]
-        for i in (3, 4):
-            cells[i] += f" ({min(columns[i]):.2f} to {max(columns[i]):.2f})"
+        cells[3] += f" ({min(columns[3]):.2f} to {max(columns[3]):.2f})"
         print(f"| {num_params} | " + " | ".join(cells) + " |", flush=True)
 
 

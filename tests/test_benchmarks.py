@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import acceptance, growth, rivals
+from benchmarks import acceptance, growth, rivals, step_cost
 from benchmarks.timing import medians
 
 CPU = torch.device("cpu")
@@ -40,6 +40,14 @@ def test_rivals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert is_here == any(row.startswith(name) for row in rows)
         assert is_here != (f"{name}: not installed" in printed)
     assert all(f"| {name} |" in printed for name in rows)
+
+
+def test_step_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_cost, "WIDTHS", (8,))
+    rows = step_cost.measure(repeats=1)
+    assert list(rows) == ["682"]
+    assert len(rows["682"]) == 6
+    assert all(number > 0 for number in rows["682"])
 
 
 def test_growth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
