@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from adammcmc import AdamMCMC, Callback, Gaussian, Posterior, Underdamped, sample
-from adammcmc.posterior.store.folder import format_bytes
+from adammcmc.posterior.store.archives import format_bytes
 from adammcmc.runs.loop import Loop
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -282,7 +282,7 @@ MUTANTS = [
     ),
     Mutant(
         "the index not synced before the checkpoint",
-        "posterior/store/files.py",
+        "posterior/store/whole.py",
         "                os.fsync(index.fileno())  # before the checkpoint that counts on it\n",
         "",
         "tests/test_damage.py",

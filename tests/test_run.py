@@ -874,13 +874,13 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(tmp_path: Path, mon
     with pytest.raises(StoreFull, match=r"the run would write .* and .* has 10 kB left"):
         run(tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr("adammcmc.runs.session.free_memory", lambda: 100)
+    monkeypatch.setattr("adammcmc.posterior.store.archives.free_memory", lambda: 100)
     with pytest.raises(MemoryError, match="Pass `path` to keep them on disk"):
         run(None)  # type: ignore[arg-type]
 
 
 def test_the_forecast_is_near_the_truth(tmp_path: Path) -> None:
-    from adammcmc.runs.run import forecast_size
+    from adammcmc.runs.session import forecast_size
 
     posterior = run(tmp_path / "run", num_draws=40)
     size = sum(p.stat().st_size for p in (tmp_path / "run").rglob("*"))

@@ -51,7 +51,7 @@ from adammcmc import (
 from adammcmc.acceptance import ClampedLoss
 from adammcmc.backends.streams import streams
 from adammcmc.jets import ParticleNetLite
-from adammcmc.runs.engines import prefers_stack
+from adammcmc.runs.session import prefers_stack
 from adammcmc.samplers.closure import ClosurePotential
 from adammcmc.samplers.stacked import CannotStack, StackedChains, StackedPotential, setup_of
 from adammcmc.samplers.stacked import stack as stack_chains

@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 import adammcmc.posterior.store.folder as store_module
 from adammcmc import StoreCorrupt, StoreFull, StoreLocked, StoreMismatch
 from adammcmc.posterior.moments import Moments
+from adammcmc.posterior.store.archives import check_space, format_bytes
 from adammcmc.posterior.store.encoding import decode, encode, read_state, safetensors_parts, write_state
-from adammcmc.posterior.store.files import check_space, format_bytes
-from adammcmc.posterior.store.folder import FORMAT, FolderStore, MemoryStore, Store
-from adammcmc.posterior.store.records import read_lines
+from adammcmc.posterior.store.folder import FolderStore, MemoryStore, Store
+from adammcmc.posterior.store.records import FORMAT, read_lines
 
 MANIFEST: dict[str, Any] = {
     "keep": "draws",

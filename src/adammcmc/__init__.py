@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from adammcmc.runs.callbacks import Event as Event
     from adammcmc.runs.callbacks import TensorBoard as TensorBoard
     from adammcmc.runs.plan import Plan as Plan
-    from adammcmc.runs.run import sample as sample
+    from adammcmc.runs.plan import sample as sample
     from adammcmc.samplers import diagnostics as diagnostics
     from adammcmc.samplers.adam import AdamMCMC as AdamMCMC
     from adammcmc.samplers.adam import AsReleased as AsReleased
@@ -122,8 +122,7 @@ _HOMES = {
     "posterior.summary": "Row Summary",
     "runs.advice": "Calibration Suggestion calibrate_sigma suggest",
     "runs.callbacks": "Callback Event TensorBoard",
-    "runs.plan": "Plan",
-    "runs.run": "sample",
+    "runs.plan": "Plan sample",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 

@@ -159,7 +159,7 @@ def section_options(section: str) -> list[Option]:
     """The keys of a section that names no object. Those of [run] are the arguments of `sample` that no other section sets."""
     if section != "run":
         return options_of(_SECTIONS[section])
-    from adammcmc.runs.run import sample
+    from adammcmc.runs.plan import sample
 
     elsewhere = ("train", "warm_start", "likelihood", "num_data", "config", "resume", "progress")
     path, dtype = 'Folder for the draws; left out: "runs/NAME" for NAME.toml.', argument_texts(sample)["dtype"]

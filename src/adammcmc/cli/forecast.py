@@ -11,9 +11,9 @@ import torch
 
 from adammcmc.cli.recipe import Recipe
 from adammcmc.posterior.posterior import Posterior
-from adammcmc.posterior.store.folder import format_bytes
+from adammcmc.posterior.store.archives import format_bytes
 from adammcmc.runs.factory import finds_settings
-from adammcmc.runs.run import forecast_size
+from adammcmc.runs.session import forecast_size
 from adammcmc.samplers.adaptation import BurnIn
 
 __all__ = ["Forecast", "forecast", "format_seconds"]

@@ -25,8 +25,7 @@ _RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 _MOST_HALVINGS = 8
 _TOLERANCE = 0.06  # of the acceptance that a pilot reaches
 
-_Closures = Callable[[nn.Module], Callable[[], Tensor]]
-"""model -> the per-example losses of a random batch, as a function"""
+_Closures = Callable[[nn.Module], Callable[[], Tensor]]  # model -> the per-example losses of a random batch, as a function
 
 
 @dataclass(frozen=True)
@@ -125,17 +124,17 @@ def _largest_rate(model: nn.Module, closure: _Closures, progress: bool) -> float
     return max(rate for rate, value in rates.items() if value <= best + 0.05 * abs(best))
 
 
-def _adam_loss(model: nn.Module, closure: _Closures, lr: float, num_steps: int = 50) -> float:
-    """Mean loss over the last ten of a few steps of Adam."""
+def _adam_loss(model: nn.Module, closure: _Closures, lr: float) -> float:
+    """Mean loss over the last ten of 50 steps of Adam."""
     optimizer = torch.optim.Adam(model.parameters(), lr=lr, betas=(0.99, 0.99))
     losses = []
-    for _ in range(num_steps):
+    for _ in range(50):
         optimizer.zero_grad()
         value = closure(model)().mean()
         value.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(float(value.detach()))
-    late = sum(losses[-10:]) / len(losses[-10:])
+    late = sum(losses[-10:]) / 10
     return late if math.isfinite(late) else math.inf
 
 

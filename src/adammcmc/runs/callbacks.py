@@ -14,7 +14,7 @@ from torch import nn
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from adammcmc.runs.engines import View
+    from adammcmc.samplers.view import ChainView
 
 __all__ = ["Callback", "Event", "OwnNumbers", "TensorBoard", "callback_states", "load_callback_states"]
 
@@ -29,7 +29,7 @@ class Event:
     num_draws: int
     """Draws of this chain so far."""
     is_burning_in: bool
-    sampler: View
+    sampler: ChainView
     """The chain's sampler; of chains that run at once, a view of this one."""
     model: nn.Module
     """At the chain's present weights; must not be changed."""
@@ -105,17 +105,13 @@ class OwnNumbers:
             self._global.append(torch.cuda.default_generators[index])
         self._others = [torch.Generator(g.device).manual_seed(seed).get_state() for g in self._global]
 
-    def __enter__(self) -> None:
-        self._exchange()
-
-    def __exit__(self, *_: object) -> None:
-        self._exchange()
-
-    def _exchange(self) -> None:
+    def _exchange(self, *_: object) -> None:
         states = [generator.get_state() for generator in self._global]
         for generator, state in zip(self._global, self._others, strict=True):
             generator.set_state(state)
         self._others = states
+
+    __enter__ = __exit__ = _exchange
 
 
 class TensorBoard(Callback):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,7 @@ from adammcmc.target.priors import Gaussian, Prior
 
 __all__ = ["SCANNED", "Factory", "as_factory", "build", "finds_settings", "given_options", "innermost", "scanned"]
 
-Factory = Callable[..., Sampler]
-"""parameters, options -> sampler"""
+Factory = Callable[..., Sampler]  # parameters, options -> sampler
 SCANNED = ("lr", "sigma", "sigma_along", "step_size", "inverse_temperature")
 
 
@@ -55,8 +54,7 @@ def as_factory(sampler: Any, prior: Prior | None, model: nn.Module, has_fixed_da
     if prior is None and parameter is not None and parameter.default is parameter.empty:
         prior = Gaussian.fan_in(model, gain=2.0)
     if prior is None:
-        factory: Factory = sampler
-        return factory
+        return cast(Factory, sampler)
     if "prior" in given_options(sampler):
         raise ValueError("`prior` was given both to sample and to the sampler: leave one out.")
     if "prior" not in _accepted(sampler):

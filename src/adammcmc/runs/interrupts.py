@@ -22,8 +22,7 @@ class Interrupt:
     """The signal that is to stop the run."""
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        """The first that arrived."""
+        self.signal: signal.Signals | None = None  # the first that arrived
 
     @property
     def is_set(self) -> bool:

@@ -2,63 +2,66 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from adammcmc.errors import StoreCorrupt, StoreMismatch
-from adammcmc.kernels.kernel import Info
 from adammcmc.posterior.moments import Moments
 from adammcmc.posterior.store.folder import Record, Store
 from adammcmc.runs.callbacks import Event, OwnNumbers, callback_states, load_callback_states
 from adammcmc.runs.interrupts import Interrupt
 from adammcmc.samplers.adaptation import BurnIn
+from adammcmc.samplers.chains import Chains
 from adammcmc.samplers.progress import Bar
+from adammcmc.samplers.sampler import Sampler
+from adammcmc.samplers.stacked import StackedChains
 from adammcmc.target.data import derive_seed
-from adammcmc.target.potential import Target
 
 if TYPE_CHECKING:
     from adammcmc.runs.session import Session
 
-__all__ = ["Chains", "Loop"]
+__all__ = ["Loop", "OneChain", "model_tensors", "write_tensors"]
 
 _CHECKPOINT_SECONDS = 60.0  # between checkpoints, where draws are far apart
 
 
-class Chains(Protocol):
-    """C >= 1 chains of one network, advanced together. The loop uses nothing else of a sampler."""
+class OneChain:
+    """One chain: a `Sampler`, whose weights are the model's, with those methods of `StackedChains` that the loop calls."""
 
-    @property
-    def num_chains(self) -> int: ...
-    @property
-    def num_steps(self) -> int: ...  # of each chain so far, burn-in included
-    @property
-    def is_adapting(self) -> bool: ...  # whether settings still change, so that no draw may be taken
-    @property
-    def info(self) -> Info: ...  # the last step, fields (C,)
-    @property
-    def mean_acceptance_rate(self) -> Tensor: ...  # (C,)
-    @property
-    def beta_eff(self) -> Tensor: ...  # (C,); NaN where unknown
-    @property
-    def targets(self) -> Sequence[Target]: ...  # one per chain
-    def step(self, batch: Any) -> Any: ...  # one transition of every chain
-    def check(self) -> None: ...  # raises `NonFiniteLoss` if a chain froze
-    def present_loss(self) -> Tensor: ...  # mean loss at the present weights, as far as it was evaluated, (C,)
-    def log_prior(self) -> Tensor: ...  # at the present weights, (C,), float64
-    def draws(self) -> dict[str, Tensor]: ...  # the state dictionary, (C, ...); refused while the settings adapt
-    def health_sums(self) -> list[dict[str, float]]: ...  # the running sums behind a chain's health, one per chain
-    def health_state(self) -> dict[str, Any]: ...  # what else is needed to compute a chain's health
-    def reset_health(self) -> None: ...  # discards the sums of burn-in
-    def describe(self) -> str: ...  # the realised target of the first chain in one line
-    def place(self, chain: int) -> None: ...  # writes one chain's weights into the model
-    def view(self, chain: int) -> Any: ...  # one chain, as callbacks see it in `event.sampler`
-    def state_dict(self) -> dict[str, Any]: ...  # everything needed to resume bit for bit, weights included
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def __init__(self, sampler: Sampler, session: Session) -> None:
+        self.sampler, self._model = sampler, session.model
+        self._loss = functools.partial(session.loss, session.plan.model)  # one object: a captured step holds on to it
+
+    def step(self, batch: Any) -> None:
+        self.sampler.step(self._loss, batch)
+
+    @torch.no_grad()
+    def log_prior(self) -> Tensor:
+        prior = self.sampler.target.prior
+        value = 0.0 if prior is None else prior.log_density([p.detach() for p in self.sampler.parameters.trainable])
+        return torch.as_tensor(value, dtype=torch.float64, device=self.sampler.device).reshape(1)
+
+    def draws(self) -> dict[str, Tensor]:
+        return {name: x[None] for name, x in self.sampler.draw(self._model).items()}
+
+    def place(self, chain: int) -> None:
+        """Nothing to do: the weights are in the model."""
+
+    def view(self, chain: int) -> Sampler:
+        return self.sampler
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.sampler.state_dict(), "model": {name: x.detach() for name, x in model_tensors(self._model)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        write_tensors(self._model, state["model"])
+        self.sampler.load_state_dict({key: value for key, value in state.items() if key != "model"})
 
 
 class Loop:
@@ -66,23 +69,22 @@ class Loop:
 
     Args:
         session: the plan, the model and the data.
-        chains: what to run.
+        engine: what to run.
         key: the number of the chain, or None for all chains of the run at once. Checkpoints are stored under it.
         scheduler: stepped after each step.
     """
 
-    def __init__(self, session: Session, chains: Chains, key: int | None, scheduler: LRScheduler | None = None) -> None:
-        self.session, self.plan, self.chains, self.key, self.scheduler = session, session.plan, chains, key, scheduler
-        self.numbers = range(key or 0, (key or 0) + chains.num_chains)
-        """The chains' numbers in the run."""
-        self.burned_in_at: int | None = None
-        """The step at which burn-in ended; None during burn-in."""
-        self.num_draws = 0
-        """Draws of each chain so far."""
+    def __init__(
+        self, session: Session, engine: OneChain | StackedChains, key: int | None, scheduler: LRScheduler | None = None
+    ) -> None:
+        self.session, self.plan, self.engine, self.key, self.scheduler = session, session.plan, engine, key, scheduler
+        self.chains: Chains = engine.sampler.chains if isinstance(engine, OneChain) else engine
+        self.numbers = range(key or 0, (key or 0) + self.chains.num_chains)  # of the chains in the run
+        self.burned_in_at: int | None = None  # the step at which burn-in ended; None during burn-in
+        self.num_draws = 0  # of each chain so far
         self._burn_in = self._planned_burn_in()
         self._moments = None if self.plan.keep == "draws" else [Moments() for _ in self.numbers]
-        self._sums: list[dict[str, float]] = [{} for _ in self.numbers]
-        """The health sums at the last draw."""
+        self._sums: list[dict[str, float]] = [{} for _ in self.numbers]  # of health, at the last draw
         self._draw_began = self._saved_at = 0.0
 
     def _planned_burn_in(self) -> int | None:
@@ -105,7 +107,7 @@ class Loop:
         total = self.plan.num_chains
         if self.key is None:
             return f"{total} chain{'s' * (total > 1)} at once"
-        return f"chain {self.key + 1}/{total}" if total > 1 else type(self.chains.view(0)).__name__
+        return f"chain {self.key + 1}/{total}" if total > 1 else type(self.engine.view(0)).__name__
 
     def run(self, store: Store, bar: Bar, interrupt: Interrupt) -> None:
         """Run to the last draw, or to the end of the step in which a signal arrived; the state is then saved."""
@@ -135,7 +137,7 @@ class Loop:
     def _step(self, store: Store) -> None:
         """One transition, then whatever is due: the end of burn-in, a draw, a checkpoint."""
         chains = self.chains
-        chains.step(self.session.next_batch())
+        self.engine.step(self.session.next_batch())
         if self.scheduler is not None:
             self.scheduler.step()
         if chains.num_steps == 1 and not self.key:  # the layers are known now; the first chain describes them for all
@@ -158,14 +160,14 @@ class Loop:
     def _draw(self, store: Store) -> None:
         """Store the present weights."""
         chains = self.chains
-        columns = chains.present_loss().double(), chains.log_prior(), chains.info.is_accepted.double()
+        columns = chains.present_loss().double(), self.engine.log_prior(), chains.info.is_accepted.double()
         numbers = torch.stack(columns, 1).tolist()
         chains.check()  # the device is synchronised: a frozen chain is visible now
         sums, began = chains.health_sums(), self._draw_began
         self._draw_began = time.perf_counter()
         seconds = round(self._draw_began - began, 6)
         records = [self._record(i, row, sums[i], seconds) for i, row in enumerate(numbers)]
-        tensors = chains.draws()
+        tensors = self.engine.draws()
         for record, values in zip(records, self.session.probed(tensors), strict=False):
             record["probe"] = values
         if self._moments is not None:
@@ -203,9 +205,9 @@ class Loop:
             return
         with self._callback_numbers:
             for i, chain in enumerate(self.numbers):
-                self.chains.place(i)
+                self.engine.place(i)
                 is_burning_in = self.burned_in_at is None
-                view, model = self.chains.view(i), self.session.model
+                view, model = self.engine.view(i), self.session.model
                 event = Event(chain, self.chains.num_steps, self.num_draws, is_burning_in, view, model)
                 for callback in callbacks:
                     getattr(callback, method)(event, *([] if records is None else [records[i]]))
@@ -242,7 +244,7 @@ class Loop:
         """Everything that is needed to resume bit for bit."""
         device = self.session.device
         return {
-            "sampler": self.chains.state_dict(),
+            "sampler": self.engine.state_dict(),
             "scheduler": None if self.scheduler is None else _plain_state(self.scheduler),
             "data": self.session.data.state_dict(),
             "random": torch.get_rng_state(),
@@ -259,7 +261,7 @@ class Loop:
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         device = self.session.device
-        self.chains.load_state_dict(state["sampler"])
+        self.engine.load_state_dict(state["sampler"])
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         if state["data"]:
@@ -276,3 +278,21 @@ class Loop:
 def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:
     """Without functions, such as those of LambdaLR."""
     return {key: value for key, value in scheduler.state_dict().items() if not callable(value)}
+
+
+def model_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """All parameters and buffers, each once, including those that the state dictionary leaves out."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+@torch.no_grad()
+def write_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Write all parameters and buffers."""
+    for name, x in model_tensors(model):
+        if name not in values:
+            continue  # a buffer that a forward pass created
+        if x.is_contiguous() or isinstance(x, nn.Parameter):
+            x.copy_(values[name])
+            continue
+        owner, _, last = name.rpartition(".")  # a view that cannot be written to, such as an expanded number
+        model.get_submodule(owner)._buffers[last] = values[name].to(x.device).clone()

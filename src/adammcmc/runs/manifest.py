@@ -145,11 +145,9 @@ def _settings_of(sampler: Sampler) -> dict[str, Any]:
         {key: plain_json(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in sampler.param_groups
     ]
-    own = {key: value for key, value in vars(sampler).items() if not key.startswith("_") and key != "num_steps"}
-    simple = {
-        key: plain_json(value) for key, value in own.items() if isinstance(value, bool | int | float | str | tuple | BurnIn)
-    }
-    return {"groups": groups, **simple}
+    own = {key: value for key, value in vars(sampler).items() if not key.startswith("_")}
+    kinds = (bool, int, float, str, tuple, BurnIn)
+    return {"groups": groups} | {key: plain_json(value) for key, value in own.items() if isinstance(value, kinds)}
 
 
 _PROBES = (0.01, 0.1, 1.0, 10.0)

@@ -9,36 +9,38 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from adammcmc.backends.streams import streams
 from adammcmc.errors import NonFiniteLoss, warn
 from adammcmc.posterior.posterior import Posterior, bare
 from adammcmc.posterior.predictive import Probe
-from adammcmc.posterior.store.archives import free_memory
-from adammcmc.posterior.store.files import check_space, format_bytes
+from adammcmc.posterior.store.archives import check_fits, check_space, format_bytes
+from adammcmc.posterior.store.encoding import stored_dtype
 from adammcmc.posterior.store.folder import FolderStore, MemoryStore, Store, read_manifest
-from adammcmc.runs.engines import OneChain, model_tensors, prefers_stack, stack_chains, write_tensors
+from adammcmc.posterior.store.records import MANIFEST
 from adammcmc.runs.factory import as_factory, build, finds_settings, given_options, innermost, scanned
 from adammcmc.runs.interrupts import deferred_interrupt
-from adammcmc.runs.loop import Chains, Loop
+from adammcmc.runs.loop import Loop, OneChain, model_tensors, write_tensors
 from adammcmc.runs.manifest import check_same_run, new_manifest, note_environment
 from adammcmc.samplers.adaptation import BurnIn
+from adammcmc.samplers.chains import Chains
 from adammcmc.samplers.corrected import CorrectedMALA
 from adammcmc.samplers.progress import show_bar
 from adammcmc.samplers.sampler import Sampler
-from adammcmc.samplers.stacked import StackedChains
+from adammcmc.samplers.stacked import CannotStack, Setup, StackedChains, setup_of, stack
 from adammcmc.target.data import as_data, derive_seed, to_device
 from adammcmc.target.likelihood import DataExamples, Loss, as_likelihood, likelihood_of
 
 if TYPE_CHECKING:
     from adammcmc.runs.plan import Plan
 
-__all__ = ["Session", "forecast_size"]
+__all__ = ["Session", "forecast_size", "prefers_stack"]
 
 _logger = logging.getLogger("adammcmc")
 
@@ -56,20 +58,16 @@ class Session:
         self.data = as_data(plan.train, plan.batch_size, plan.num_data)
         if plan.path is not None and self.data.why_not_resumable is not None:
             warn(f"this run cannot be resumed if it is interrupted: {self.data.why_not_resumable}.")
-        self.has_fixed_data = self.data.batch_size == self.data.num_data
-        """Whether every batch is the whole data set."""
+        self._is_resumed = plan.resume and (plan.folder / MANIFEST).exists()
+        self.has_fixed_data = self.data.batch_size == self.data.num_data  # every batch is the whole data set
         self.factory = as_factory(plan.sampler, plan.prior, self.model, self.has_fixed_data)
-        self.scan = scanned(self.factory, plan.num_chains)
-        """Sampler options with one value per chain."""
+        self.scan = scanned(self.factory, plan.num_chains)  # sampler options with one value per chain
         self.loss = Loss(plan.loss)
         self.likelihood = likelihood_of(plan.loss) if plan.likelihood is None else as_likelihood(plan.likelihood)
-        self.prototype: Sampler
-        """The newest sampler of chain 0."""
+        self.prototype: Sampler  # the newest of chain 0
         self.first_batch: Any = None
-        self.probe: Probe | None = None
-        """Predictions that are stored with each draw."""
-        self.stack: StackedChains | None = None
-        """All chains at once; None where they run one after another."""
+        self.probe: Probe | None = None  # predictions that are stored with each draw
+        self.stack: StackedChains | None = None  # all chains at once; None where they run one after another
 
     @contextmanager
     def prepared(self) -> Iterator[Session]:
@@ -81,18 +79,48 @@ class Session:
                 self.loss.try_out(self.plan.model, self.first_batch)
                 self.probe = Probe.make(self.model, self.first_batch, self.loss, self.likelihood)
                 self.data.restart(0)
-                is_stacked = self._is_stacked()
-                if is_stacked or (is_stacked is None and self.plan.num_chains > 1 and prefers_stack(self.device, self.model)):
-                    self.stack = stack_chains(self, is_required=is_stacked is True)
+                self.stack = self._new_stack()
                 yield self
             finally:
                 self.data.restart(0)  # ends its workers
 
-    def _is_stacked(self) -> bool | None:
+    def _new_stack(self) -> StackedChains | None:
+        """All chains at once, if required or preferred; None, with a warning, if preferred and impossible."""
+        is_required = self.plan.stacked
+        if is_required is None and self._is_resumed:  # as the run was started
+            is_required = bool(read_manifest(self.plan.folder)["configuration"].get("stacked", False))
+        is_preferred = self.plan.num_chains > 1 and prefers_stack(self.device, self.model)
+        if not (is_preferred if is_required is None else is_required):
+            return None
+        try:
+            chains = self._join_chains()
+            chains.try_out(self.first_batch)
+        except CannotStack as why:
+            if is_required:
+                raise CannotStack(
+                    f"the chains cannot be run at once: {why}. Pass stacked=False to run one after the other."
+                ) from why
+            warn(f"the chains run one after the other, since they cannot be run at once: {why}.")
+            return None
+        return chains
+
+    def _join_chains(self) -> StackedChains:
         plan = self.plan
-        if plan.stacked is None and plan.resume and (plan.folder / "run.json").exists():
-            return bool(read_manifest(plan.folder)["configuration"].get("stacked", False))  # as the run was started
-        return plan.stacked
+        if plan.scheduler is not None:
+            raise CannotStack("a `scheduler` sets the learning rate of one chain at a time")
+        prototype = self.new_sampler(0)
+        setups: list[Setup] = [setup_of(prototype, self.model, None)]
+        for chain in range(1, plan.num_chains):
+            is_like_first = not self.scan and plan.initial is None
+            setups.append(setups[0] if is_like_first else setup_of(self.new_sampler(chain), self.model, setups[0]))
+        examples = prototype.network.examples
+        if isinstance(examples, DataExamples):  # vmap needs the uncompiled model
+            examples = DataExamples(self.model, self.data, self.loss, self.device)
+        generator = streams([derive_seed(plan.seed, chain, 0) for chain in range(plan.num_chains)], self.device)
+        chains = stack(prototype, self.model, self.loss, setups, generator, examples)
+        chains.place(0)
+        self.restart(0)
+        return chains
 
     def next_batch(self) -> Any:
         """On the model's device."""
@@ -170,17 +198,21 @@ class Session:
             sampler.load_state_dict(state)
         return sampler
 
-    def run(self, store: Store) -> None:
-        """Run all chains to their last draw."""
-        for key in self.keys:
-            loop = self.new_loop(key)
-            with show_bar(loop.name, show=self.plan.progress) as bar:
-                try:
-                    with deferred_interrupt() as interrupt:
-                        loop.run(store, bar, interrupt)
-                except BaseException as error:
-                    self._attach_draws(error, loop, store)
-                    raise
+    def run(self) -> Store:
+        """Run all chains to their last draw, from their start or from the checkpoints of the run to resume."""
+        manifest = self.manifest()
+        with closing(self._open_store(manifest)) as store:
+            self._prepare_store(store, manifest)
+            for key in self.keys:
+                loop = self.new_loop(key)
+                with show_bar(loop.name, show=self.plan.progress) as bar:
+                    try:
+                        with deferred_interrupt() as interrupt:
+                            loop.run(store, bar, interrupt)
+                    except BaseException as error:
+                        self._attach_draws(error, loop, store)
+                        raise
+        return store
 
     def _attach_draws(self, error: BaseException, loop: Loop, store: Store) -> None:
         """Make the completed draws available from the exception, and note where they are."""
@@ -211,36 +243,32 @@ class Session:
         """What `run.json` stores."""
         return new_manifest(self, self.new_loop(self.keys[0]))
 
-    def open_store(self) -> Store:
-        """A new store with the first checkpoint of every chain, or that of the run to resume."""
-        plan, manifest = self.plan, self.manifest()
+    def _open_store(self, manifest: dict[str, Any]) -> Store:
+        plan = self.plan
+        if self._is_resumed:
+            return FolderStore(plan.folder, writes=True)
         size = forecast_size(
             self.model, num_draws=plan.num_draws, num_chains=plan.num_chains, keep=plan.keep, dtype=manifest["dtype"]
         )
         if plan.path is None:
-            _check_memory(size)
-            store: Store = MemoryStore(manifest)
-        elif plan.resume and (plan.folder / "run.json").exists():
-            return self._reopened(manifest)
-        else:
-            check_space(plan.folder, size)
-            _logger.info(f"writing about {format_bytes(size)} to '{plan.path}'")
-            store = FolderStore(plan.folder, manifest)
-        with _closed_on_error(store):
-            for key in self.keys:
-                store.save(key, self.new_loop(key).state())
-            store.write_manifest()  # last: from now on the folder holds a run
-        return store
+            fewer = "keep fewer (`num_draws`, keep=k, keep='moments', dtype=torch.bfloat16)"
+            check_fits(size, "the draws", f" Pass `path` to keep them on disk, or {fewer}.")
+            return MemoryStore(manifest)
+        check_space(plan.folder, size)
+        _logger.info(f"writing about {format_bytes(size)} to '{plan.path}'")
+        return FolderStore(plan.folder, manifest)
 
-    def _reopened(self, manifest: dict[str, Any]) -> Store:
-        store = FolderStore(self.plan.folder, writes=True)
-        with _closed_on_error(store):
+    def _prepare_store(self, store: Store, manifest: dict[str, Any]) -> None:
+        """Write the first checkpoint of every chain, or refuse to resume another run than this one."""
+        if self._is_resumed:
             check_same_run(store.manifest, manifest, self)
             note_environment(store.manifest, manifest, store.path)
             store.manifest["configuration"]["num_draws"] = self.plan.num_draws
             store.manifest |= {key: manifest[key] for key in ("config",) if key in manifest}
-            store.write_manifest()
-        return store
+        else:
+            for key in self.keys:
+                store.save(key, self.new_loop(key).state())
+        store.write_manifest()  # last: from now on the folder holds a run
 
 
 def _build_scheduler(make: Callable[[Sampler], LRScheduler], sampler: Sampler) -> LRScheduler:
@@ -255,22 +283,12 @@ def _build_scheduler(make: Callable[[Sampler], LRScheduler], sampler: Sampler) -
     return scheduler
 
 
-@contextmanager
-def _closed_on_error(store: Store) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        store.close()
-        raise
-
-
 def forecast_size(
     model: nn.Module, *, num_draws: int, num_chains: int, keep: str | int = "draws", dtype: str | None = None
 ) -> int:
     """Bytes of all draws and checkpoints of a run, as `sample` would store it."""
-    kind = None if dtype is None else torch.empty(0, dtype=getattr(torch, dtype)).element_size()
     tensors = [x for x in model.state_dict().values() if isinstance(x, Tensor)]
-    one = sum(x.numel() * (kind if kind is not None and x.is_floating_point() else x.element_size()) + 128 for x in tensors)
+    one = sum(x.numel() * stored_dtype(x, dtype).itemsize + 128 for x in tensors)
     weights = sum(x.numel() * x.element_size() + 128 for x in tensors)
     kept = min(keep + 2, num_draws) if isinstance(keep, int) else (num_draws if keep == "draws" else 0)
     moments = 0 if keep == "draws" else 16 * sum(x.numel() for x in tensors)
@@ -278,13 +296,12 @@ def forecast_size(
     return int(num_chains) * (kept * (one + 900) + num_draws * 900 + 3 * (4 * weights + moments + 50_000))
 
 
-def _check_memory(size: int) -> None:
-    free = free_memory()
-    if free is not None and size > free:
-        raise MemoryError(
-            f"the draws would take {format_bytes(size)} of memory, and {format_bytes(free)} are free. Pass `path` to keep them "
-            "on disk, or keep fewer (`num_draws`, keep=k, keep='moments', dtype=torch.bfloat16)."
-        )
+def prefers_stack(device: torch.device, model: nn.Module) -> bool:
+    """Whether stacked chains are much faster: where kernel launches, not arithmetic, bound the time of a step.
+
+    A layer with kernels of its own that vmap cannot use opts out by `is_fast_alone`.
+    """
+    return device.type == "cuda" and not any(getattr(module, "is_fast_alone", False) for module in model.modules())
 
 
 @contextmanager

@@ -1,8 +1,10 @@
-"""Free memory, and .npz archives whose claims are compared with the file and with free memory before they are read."""
+"""Free memory and disk space; .npz archives, whose claims are compared with the file and free memory before they are read."""
 
 from __future__ import annotations
 
+import errno
 import math
+import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -11,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from adammcmc.posterior.store.files import format_bytes
+from adammcmc.errors import StoreFull
 
-__all__ = ["check_fits", "free_memory", "read_npz"]
+__all__ = ["check_fits", "check_space", "format_bytes", "free_memory", "read_npz"]
 
 Array = np.ndarray[Any, Any]
 
 
-def check_fits(size: int, what: str) -> None:
+def check_fits(size: int, what: str, remedy: str = "") -> None:
     """Raise a MemoryError before memory is allocated: a system that runs out of memory may kill other programs."""
     free = free_memory()
     if free is not None and size > free:
-        raise MemoryError(f"{what} would take {format_bytes(size)} of memory, and {format_bytes(free)} are free.")
+        raise MemoryError(f"{what} would take {format_bytes(size)} of memory, and {format_bytes(free)} are free.{remedy}")
 
 
 def read_npz(path: Path, choose: Callable[[list[str]], Sequence[str]]) -> list[tuple[str, Array]]:
@@ -61,6 +63,27 @@ def _header(member: Any, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     if dtype.hasobject:
         raise ValueError(f"array '{name}' holds Python objects, which are not read.")
     return shape, dtype
+
+
+def check_space(path: Path, needed: int) -> None:
+    """Refuse a run that does not fit on the disk."""
+    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise StoreFull(
+            errno.ENOSPC,
+            f"the run would write {format_bytes(needed)}, and '{path}' has {format_bytes(free)} left. Keep fewer draws "
+            "(`num_draws`, keep=k for the last k, keep='moments'), or store them with dtype=torch.bfloat16",
+        )
+
+
+def format_bytes(number: int) -> str:
+    """A size with its unit."""
+    size, units = float(number), ["bytes", "kB", "MB", "GB", "TB", "PB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    return f"{size:.3g} {units[0]}"
 
 
 def free_memory(root: Path = Path("/")) -> int | None:

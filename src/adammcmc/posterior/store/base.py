@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from adammcmc.posterior.store.encoding import Tensors, strict_json
-from adammcmc.posterior.store.records import Record
+from adammcmc.posterior.store.encoding import Tensors, stored_dtype, strict_json
+from adammcmc.posterior.store.records import FORMAT, Record
 
-__all__ = ["MemoryStore", "Store"]
+__all__ = ["MemoryStore", "Record", "Store"]
 
 
 class Store(ABC):
@@ -40,6 +39,11 @@ class Store(ABC):
     def is_stacked(self) -> bool:
         """Whether all chains share one checkpoint."""
         return bool(self.manifest["configuration"].get("stacked", False))
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether all files of this run have checksums: since format 2. A run of format 1 stays one."""
+        return bool(self.manifest.get("format", FORMAT) > 1)
 
     @property
     def index(self) -> list[Record]:
@@ -124,8 +128,4 @@ class MemoryStore(Store):
 
 def _on_host(tensors: Tensors, dtype: str | None) -> dict[str, Tensor]:
     """Copies on the host that share no memory, floating-point ones in the given dtype."""
-    kind = None if dtype is None else getattr(torch, dtype)
-    return {
-        name: x.detach().to("cpu", kind if kind is not None and x.is_floating_point() else x.dtype, copy=True).contiguous()
-        for name, x in tensors.items()
-    }
+    return {name: x.detach().to("cpu", stored_dtype(x, dtype), copy=True).contiguous() for name, x in tensors.items()}

@@ -12,10 +12,9 @@ from safetensors import safe_open
 
 from adammcmc.errors import StoreCorrupt, StoreMismatch
 from adammcmc.posterior.store.checkpoint import Checkpoints
-from adammcmc.posterior.store.encoding import checksum
-from adammcmc.posterior.store.files import set_aside
 from adammcmc.posterior.store.folder import FolderStore
 from adammcmc.posterior.store.records import Lines, Record, check_record, draw_name, load_json, read_good_lines
+from adammcmc.posterior.store.whole import checksum, set_aside
 
 __all__ = ["Check", "check_run"]
 
@@ -111,7 +110,9 @@ class _Folder(FolderStore):
         self._index = {chain: lines.records for chain, lines in self._lines.items()}
         self.problems += [f"'{self.path / name}' is missing." for name in self.missing_chains()]
         self.problems += [f"{lines.problem}." for lines in self._lines.values() if lines.problem is not None]
-        self._bad = {key: words for record in self.kept() for key, words in self._try_draw(record)}
+        self._bad: dict[tuple[int, int], str] = {}
+        for record in self.kept():
+            self._try_draw(record)
         self.problems += self._bad.values()
         self.num_usable = len(self.kept()) - len(self._bad)
         for key, chains in keys.items():
@@ -146,10 +147,10 @@ class _Folder(FolderStore):
         try:
             return self.read_chain(chain)
         except StoreCorrupt as error:  # it is not a plain file
-            return Lines([], str(error).removesuffix("."), is_unfinished=False)
+            return Lines([], str(error).removesuffix("."))
 
-    def _try_draw(self, record: Record) -> list[tuple[tuple[int, int], str]]:
-        """What is wrong with a draw: at most one thing."""
+    def _try_draw(self, record: Record) -> None:
+        """Note what is wrong with a draw."""
         words = self.problem_of(record)
         try:
             if words is None:
@@ -157,8 +158,9 @@ class _Folder(FolderStore):
         except StoreCorrupt as error:
             words = str(error).partition(" `adammcmc")[0].removesuffix(".")
         except StoreMismatch:  # dropped meanwhile by a run that continues
-            return []
-        return [] if words is None else [((record["chain"], record["draw"]), f"{words}.")]
+            return
+        if words is not None:
+            self._bad[record["chain"], record["draw"]] = f"{words}."
 
     def repair(self) -> list[str]:
         """Repair what can be repaired; returns what was done."""
@@ -166,7 +168,7 @@ class _Folder(FolderStore):
         for chain, lines in self._lines.items():
             records = self._rebuilt(chain)
             for record in records:
-                if self._bad.get((chain, record["draw"])) is not None:
+                if (chain, record["draw"]) in self._bad:
                     done += self._put_aside(record)
             if records != lines.records or lines.problem is not None or lines.is_unfinished:
                 if lines.problem is not None and os.path.lexists(index := self._folder(chain) / "index.jsonl"):
@@ -192,7 +194,7 @@ class _Folder(FolderStore):
         self._index[chain] = records
         for record in self.kept():  # draws missing in the index were not inspected
             if record["chain"] == chain and (chain, record["draw"]) not in self._bad:
-                self._bad |= dict(self._try_draw(record))
+                self._try_draw(record)
         return records
 
     def _put_aside(self, record: Record) -> list[str]:

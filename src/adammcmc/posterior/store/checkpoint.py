@@ -14,8 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from adammcmc.errors import StoreCorrupt
 from adammcmc.posterior.store.encoding import encode, read_state, safetensors_parts
-from adammcmc.posterior.store.files import keep_as, replace_file, set_aside
-from adammcmc.posterior.store.whole import open_plain, sync_folder
+from adammcmc.posterior.store.whole import keep_as, open_plain, replace_file, set_aside, sync_folder
 
 __all__ = ["CHECKPOINT", "PREVIOUS", "Checkpoints"]
 
@@ -25,12 +24,9 @@ CHECKPOINT, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensor
 class Found(NamedTuple):
     """The newest usable checkpoint."""
 
-    state: dict[str, Any] | None
-    """None if there is none."""
-    problems: list[str]
-    """Of newer ones: what is wrong with them."""
-    is_damaged: bool
-    """Whether one of them exists and cannot be used."""
+    state: dict[str, Any] | None  # None if there is none
+    problems: list[str]  # of newer ones: what is wrong with them
+    is_damaged: bool  # whether one of them exists and cannot be used
 
 
 class Checkpoints:
@@ -45,17 +41,12 @@ class Checkpoints:
 
     def __init__(self, path: Path, key: int | None, manifest: dict[str, Any], *, is_sealed: bool) -> None:
         folder = path if key is None else path / f"chain-{key}"
-        self.newest, self.previous = folder / CHECKPOINT, folder / PREVIOUS
+        self.files = self.newest, self.previous = folder / CHECKPOINT, folder / PREVIOUS
         self._is_sealed = is_sealed
         configuration = {name: value for name, value in manifest["configuration"].items() if name != "num_draws"}
         made_from = [configuration, manifest["data"]["fingerprint"], manifest.get("starts")]
         identity = zlib.crc32(json.dumps(made_from, sort_keys=True).encode())
         self._owner = f"run {identity:08x}, {'all chains' if key is None else folder.name}"
-
-    @property
-    def files(self) -> tuple[Path, Path]:
-        """The newest and the previous one."""
-        return self.newest, self.previous
 
     def write(self, state: dict[str, Any]) -> None:
         """Replace the newest, which becomes the previous one."""

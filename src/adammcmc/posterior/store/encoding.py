@@ -1,21 +1,12 @@
-"""Tensors and nested states as bytes, without pickle: safetensors for tensors, JSON for the rest.
-
-A sealed file holds its own checksum: the first entry of its metadata, "crc32", has the eight hexadecimal digits of the
-crc32 of the whole file, computed with zeros in place of these digits.
-"""
+"""Tensors and nested states as bytes, without pickle: safetensors for tensors, JSON for the rest."""
 
 from __future__ import annotations
 
 import base64
-import errno
 import itertools
 import json
 import math
-import os
-import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from io import RawIOBase
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils import _pytree
 
-from adammcmc.posterior.store.whole import open_plain, whole
+from adammcmc.posterior.store.whole import checksum, whole, write_parts
 
 __all__ = [
-    "HostCopies", "Tensors", "can_store", "checksum", "decode", "encode", "plain_json", "read_state", "safetensors_parts",
-    "strict_json", "write_parts", "write_state",
+    "HostCopies", "Tensors", "can_store", "decode", "encode", "plain_json", "read_state", "safetensors_parts", "stored_dtype",
+    "strict_json", "write_state",
 ]  # fmt: skip
 
 Tensors = Mapping[str, Tensor]
@@ -127,63 +118,6 @@ def read_state(path: Path, *, must_be_sealed: bool = False, may_be_link: bool = 
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-_SEAL = b'{"__metadata__": {"crc32": "'
-"""The beginning of the header of a sealed file; eight hexadecimal digits follow."""
-_DIGITS = slice(8 + len(_SEAL), 16 + len(_SEAL))
-
-
-def write_parts(file: RawIOBase, parts: Iterable[bytes | memoryview]) -> tuple[int, int]:
-    """Write the parts of a file, and the digits of its seal if it has one. Returns its size, and its `checksum`."""
-    size = crc = 0
-    is_sealed = False
-    for part in _gathered(parts):
-        is_sealed = is_sealed or (size == 0 and bytes(part[8 : _DIGITS.start]) == _SEAL)
-        _write_all(file, part)
-        size, crc = size + len(part), zlib.crc32(part, crc)
-    if is_sealed:
-        file.seek(_DIGITS.start)
-        _write_all(file, b"%08x" % crc)
-    return size, crc
-
-
-def checksum(path: Path, *, may_be_link: bool = False) -> tuple[int, int | None]:
-    """The crc32 of a file with zeros in place of the digits of its seal, and the crc32 in the seal (None: no seal)."""
-    with open(open_plain(path, may_be_link=may_be_link), "rb") as file:
-        head, written = bytearray(file.read(_DIGITS.stop)), None
-        if head[8 : _DIGITS.start] == _SEAL:
-            written = int(head[_DIGITS], 16) if re.fullmatch(rb"[0-9a-f]{8}", head[_DIGITS]) else -1
-            head[_DIGITS] = b"0" * 8
-        crc = zlib.crc32(head)
-        while part := file.read(1 << 22):
-            crc = zlib.crc32(part, crc)
-    return crc, written
-
-
-def _gathered(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """The same bytes with small parts joined, for fewer system calls."""
-    small: list[bytes | memoryview] = []
-    for part in parts:
-        if len(part) < 1 << 16:
-            small.append(part)
-            continue
-        if small:
-            yield b"".join(small)
-            small = []
-        yield part
-    if small:
-        yield b"".join(small)
-
-
-def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:
-    """A system call may write only a part of the bytes; it writes none if the disk is full."""
-    rest = memoryview(content)
-    while len(rest) > 0:
-        taken = file.write(rest)
-        if not taken:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        rest = rest[taken:]
-
-
 def safetensors_parts(
     tensors: Tensors, metadata: dict[str, str] | None = None, *, dtype: str | None = None, is_sealed: bool = False
 ) -> Iterator[bytes | memoryview]:
@@ -195,7 +129,9 @@ def safetensors_parts(
     """
     if is_sealed:
         metadata = {"crc32": "0" * 8, "format": "2", **(metadata or {})}
-    kinds = {name: _kind(x, dtype) for name, x in tensors.items()}
+    kinds = {name: stored_dtype(x, dtype) for name, x in tensors.items()}
+    if (other := next((kind for kind in kinds.values() if kind not in _NAMES), None)) is not None:
+        raise TypeError(f"a tensor of {other} cannot be stored.")
     order = sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))  # aligns numbers to their size
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
@@ -224,10 +160,9 @@ def can_store(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
 
-def _kind(x: Tensor, dtype: str | None) -> torch.dtype:
+def stored_dtype(x: Tensor, dtype: str | None) -> torch.dtype:
+    """Of a tensor in a draw: the given one (None: its own) if it is a floating-point tensor."""
     kind: torch.dtype = getattr(torch, dtype) if dtype is not None and x.is_floating_point() else x.dtype
-    if kind not in _NAMES:
-        raise TypeError(f"a tensor of {kind} cannot be stored.")
     return kind
 
 

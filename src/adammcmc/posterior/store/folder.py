@@ -14,7 +14,7 @@ therefore resumes from its checkpoint and repeats, bit for bit, whatever came af
 
 Every file has a checksum (format 1 had them for draws only; a run of format 1 stays one). Nothing that is read is
 trusted: file names follow from numbers, links and pipes are refused, and JSON is checked (`records.py`). There is no
-    pickle.
+pickle.
 """
 
 from __future__ import annotations
@@ -34,26 +34,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from adammcmc.errors import StoreCorrupt, StoreMismatch, warn
-from adammcmc.posterior.store import files
-from adammcmc.posterior.store.base import MemoryStore, Store
+from adammcmc.posterior.store import whole
+from adammcmc.posterior.store.base import MemoryStore, Record, Store
 from adammcmc.posterior.store.checkpoint import CHECKPOINT, PREVIOUS, Checkpoints
-from adammcmc.posterior.store.encoding import HostCopies, Tensors, checksum, safetensors_parts, strict_json
-from adammcmc.posterior.store.files import format_bytes
+from adammcmc.posterior.store.encoding import HostCopies, Tensors, safetensors_parts, strict_json
 from adammcmc.posterior.store.lock import LOCK, Lock
-from adammcmc.posterior.store.records import (
-    FORMAT,
-    MANIFEST,
-    Lines,
-    Record,
-    draw_name,
-    line_of,
-    manifest_text,
-    read_lines,
-    read_manifest,
-)
-from adammcmc.posterior.store.whole import make_folder
+from adammcmc.posterior.store.records import MANIFEST, Lines, draw_name, line_of, manifest_text, read_lines, read_manifest
+from adammcmc.posterior.store.whole import checksum, make_folder
 
-__all__ = ["CHECKPOINT", "FORMAT", "PREVIOUS", "FolderStore", "MemoryStore", "Record", "Store", "format_bytes", "read_manifest"]
+__all__ = ["FolderStore", "MemoryStore", "Record", "Store", "read_manifest"]
 
 _INDEX = "index.jsonl"
 
@@ -72,10 +61,8 @@ class FolderStore(Store):
         self._lock: Lock | None = None
         self._verified: set[str] = set()
         self._folders: dict[int, Path] = {}
-        self._left_out: dict[tuple[int, int], str] = {}
-        """Draws whose files cannot be used, and why."""
-        self._num_saved: dict[int, int] = {}
-        """The number of draws of a chain at its last checkpoint."""
+        self._left_out: dict[tuple[int, int], str] = {}  # draws whose files cannot be used, and why
+        self._num_saved: dict[int, int] = {}  # draws of a chain at its last checkpoint
         self._num_dropped: dict[int, int] = {}
         self._host = HostCopies()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adammcmc-store")  # starts with its first task
@@ -108,20 +95,15 @@ class FolderStore(Store):
         super().__init__(manifest)
         chains = self._chain_folders()
         for folder in (self.path, *chains.values()):
-            files.remove_leftovers(folder)
+            whole.remove_leftovers(folder)
             for name in (CHECKPOINT, PREVIOUS):  # perhaps of another run: this one must never fall back on them
                 (folder / name).unlink(missing_ok=True)
         for folder in chains.values():
             with suppress(OSError):
                 folder.rmdir()
 
-    @property
-    def is_sealed(self) -> bool:
-        """Whether all files of this run have checksums: since format 2. A run of format 1 stays one."""
-        return bool(self.manifest.get("format", FORMAT) > 1)
-
     def write_manifest(self) -> None:
-        files.replace_file(self.path / MANIFEST, [manifest_text(self.manifest)])
+        whole.replace_file(self.path / MANIFEST, [manifest_text(self.manifest)])
 
     def flush(self) -> None:
         pending, self._pending = self._pending, None
@@ -149,9 +131,9 @@ class FolderStore(Store):
             text = json.dumps({key: value for key, value in record.items() if key != "seconds"}, allow_nan=False)
             metadata = {"record": text} if self.is_sealed else None
             parts = safetensors_parts(tensors, metadata, dtype=self.manifest["dtype"], is_sealed=self.is_sealed)
-            size, crc = files.replace_file(folder / draw_name(draw), parts)
+            size, crc = whole.replace_file(folder / draw_name(draw), parts)
             record = {**record, "file": draw_name(draw), "bytes": size, "crc32": crc}
-        files.append_line(folder / _INDEX, line_of(record, is_sealed=self.is_sealed))
+        whole.append_line(folder / _INDEX, line_of(record, is_sealed=self.is_sealed))
         self._index.setdefault(chain, []).append(record)
 
     def commit(self, records: Sequence[Record], tensors: Tensors, state: dict[str, Any] | None) -> None:
@@ -289,13 +271,13 @@ class FolderStore(Store):
     def write_index(self, chain: int, records: list[Record]) -> None:
         """Replace the index of a chain."""
         lines = [line_of(record, is_sealed=self.is_sealed) for record in records]
-        files.replace_file(self._folder(chain) / _INDEX, lines)
+        whole.replace_file(self._folder(chain) / _INDEX, lines)
         self._index[chain] = records
 
     def read_chain(self, chain: int) -> Lines:
         """The index of a chain as it is on disk, up to its first bad line."""
         file = self.path / f"chain-{chain}" / _INDEX
-        with files.plain_files_only():
+        with whole.plain_files_only():
             return read_lines(file, chain, is_sealed=self.is_sealed, has_files=self.manifest["keep"] != "moments")
 
     def _read_index(self, writes: bool) -> None:
@@ -337,7 +319,7 @@ class FolderStore(Store):
         if not writes:
             return
         for folder in (self.path, *folders.values()):
-            files.remove_leftovers(folder)
+            whole.remove_leftovers(folder)
         for chain, lines in found.items():
             index = folders[chain] / _INDEX
             # a file with two names also belongs to another folder (a copy made of hard links): do not write to it
@@ -370,14 +352,14 @@ class FolderStore(Store):
             folder = self.path / f"chain-{chain}"
             if not os.path.lexists(folder):
                 make_folder(folder)
-            self._folders[chain] = files.checked_folder(folder)
+            self._folders[chain] = whole.checked_folder(folder)
         return self._folders[chain]
 
     def _chain_folders(self) -> dict[int, Path]:
         """The existing folders of chains, by number."""
         names = sorted(entry.name for entry in os.scandir(self.path))
         chains = {int(match[1]): self.path / match[0] for name in names if (match := re.fullmatch(r"chain-(0|[1-9]\d*)", name))}
-        return {chain: files.checked_folder(folder) for chain, folder in sorted(chains.items())}
+        return {chain: whole.checked_folder(folder) for chain, folder in sorted(chains.items())}
 
     def _file(self, record: Record) -> Path:
         return self.path / f"chain-{record['chain']}" / draw_name(record["draw"])

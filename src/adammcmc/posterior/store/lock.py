@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adammcmc.errors import StoreLocked
-from adammcmc.posterior.store.files import plain_files_only
-from adammcmc.posterior.store.whole import open_plain
+from adammcmc.posterior.store.whole import open_plain, plain_files_only
 
 __all__ = ["LOCK", "Lock"]
 

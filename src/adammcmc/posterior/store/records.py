@@ -24,14 +24,13 @@ from adammcmc.posterior.store.encoding import can_store
 from adammcmc.posterior.store.whole import NotPlain, open_plain
 
 __all__ = [
-    "FORMAT", "MANIFEST", "Lines", "Record", "check_manifest", "check_record", "draw_name", "line_of", "load_json",
+    "FORMAT", "MANIFEST", "Lines", "Record", "check_record", "draw_name", "line_of", "load_json",
     "manifest_text", "read_good_lines", "read_lines", "read_manifest",
 ]  # fmt: skip
 
 FORMAT = 2
 MANIFEST = "run.json"
-Record = dict[str, Any]
-"""One line of the index."""
+Record = dict[str, Any]  # one line of the index
 _MOST_BYTES = 8 << 20  # of run.json: ten thousand tensors take one million
 _LONGEST_LINE = 1 << 20
 _MOST_CHAINS = 100_000  # if the manifest has no settings of chains to compare their number with
@@ -172,11 +171,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     if (number > 1 or "crc32" in manifest) and manifest.get("crc32") != _manifest_crc(manifest):
         raise StoreCorrupt(f"'{file}' is damaged, or was edited by hand: its content does not match its checksum.")
-    check_manifest(manifest, path)
+    _check_manifest(manifest, path)
     return manifest
 
 
-def check_manifest(manifest: dict[str, Any], path: str | Path) -> None:
+def _check_manifest(manifest: dict[str, Any], path: Path) -> None:
     """Refuse a manifest that lacks entries that every run has, or has values of other kinds in their places."""
     try:
         for part, checks in _PARTS.items():
@@ -190,7 +189,7 @@ def check_manifest(manifest: dict[str, Any], path: str | Path) -> None:
         if chains is None and number > _MOST_CHAINS:
             raise ValueError(f"has num_chains = {number}")
     except ValueError as error:
-        raise StoreCorrupt(f"'{Path(path) / MANIFEST}' is damaged: it {error}.") from error
+        raise StoreCorrupt(f"'{path / MANIFEST}' is damaged: it {error}.") from error
 
 
 def _manifest_crc(manifest: dict[str, Any]) -> str:
@@ -202,10 +201,8 @@ class Lines(NamedTuple):
     """The intact part of an index."""
 
     records: list[Record]
-    problem: str | None
-    """What is wrong with the line after them; None if there is none."""
-    is_unfinished: bool
-    """Whether the last line has no end: its writer was interrupted, and it does not count."""
+    problem: str | None = None  # what is wrong with the line after them; None if there is none
+    is_unfinished: bool = False  # whether the last line has no end: its writer was interrupted, and it does not count
 
 
 def draw_name(draw: int) -> str:
@@ -227,17 +224,17 @@ def read_lines(file: Path, chain: int, *, is_sealed: bool, has_files: bool) -> L
     try:
         descriptor = open_plain(file)
     except FileNotFoundError:
-        return Lines(records, None, is_unfinished=False)
+        return Lines(records)
     for line in _lines(descriptor):
         if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
-            return Lines(records, None, is_unfinished=True)
+            return Lines(records, is_unfinished=True)
         try:
             record = _read_line(line, is_sealed)
             check_record(record, chain, len(records), has_files)
         except ValueError as error:
-            return Lines(records, f"'{file}' is damaged: line {len(records) + 1} {error}", is_unfinished=False)
+            return Lines(records, f"'{file}' is damaged: line {len(records) + 1} {error}")
         records.append(record)
-    return Lines(records, None, is_unfinished=False)
+    return Lines(records)
 
 
 def read_good_lines(file: Path, chain: int, *, is_sealed: bool, has_files: bool) -> dict[int, Record]:

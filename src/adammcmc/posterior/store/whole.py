@@ -1,20 +1,33 @@
-"""Files that are written atomically, and survive a power failure.
+"""Files that are written atomically, and survive a power failure; those of a run folder also have checksums.
 
 Data are safe once their file is synced, a name once its folder is synced; `put` and `make_folder` do the latter.
+
+A sealed file is a safetensors file that holds its own checksum: the first entry of its metadata, "crc32", has the eight
+hexadecimal digits of the crc32 of the whole file, computed with zeros in place of these digits.
 """
 
 from __future__ import annotations
 
 import errno
 import glob
+import itertools
 import os
+import re
 import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from io import RawIOBase
 from pathlib import Path
 
-__all__ = ["NotPlain", "clear", "make_folder", "open_new", "open_plain", "put", "sync_folder", "whole", "write_whole"]
+from adammcmc.errors import StoreCorrupt, StoreFull
+
+__all__ = [
+    "NotPlain", "append_line", "checked_folder", "checksum", "clear", "keep_as", "make_folder", "open_new", "open_plain",
+    "plain_files_only", "put", "remove_leftovers", "replace_file", "set_aside", "sync_folder", "whole", "write_parts",
+    "write_whole",
+]  # fmt: skip
 
 _CAREFULLY = 0
 for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):  # as far as the system supports them
@@ -121,3 +134,157 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text atomically."""
     with whole(path) as file:
         file.write_text(text, encoding="utf-8")
+
+
+# --- the files of a run folder --------------------------------------------------------------------------------
+
+
+def replace_file(file: Path, parts: Iterable[bytes | memoryview], *, previous: Path | None = None) -> tuple[int, int]:
+    """Write a file under a temporary name, then rename it. Returns its size and checksum.
+
+    `previous` is the new name of the file that is replaced.
+    """
+    temporary = file.with_name(file.name + ".tmp")
+    with _full_disk_named(file), plain_files_only():
+        try:
+            with open(open_new(temporary), "wb", buffering=0) as written:
+                size, crc = write_parts(written, parts)
+                os.fsync(written.fileno())
+            if previous is not None:
+                keep_as(file, previous)
+            put(temporary, file)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+    return size, crc
+
+
+def append_line(file: Path, line: bytes) -> None:
+    """Append a whole line, or nothing."""
+    with _full_disk_named(file), plain_files_only():
+        is_new = not file.exists()
+        with open(open_plain(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0) as index:
+            size = index.seek(0, os.SEEK_END)
+            try:
+                write_parts(index, [line])
+                os.fsync(index.fileno())  # before the checkpoint that counts on it
+            except BaseException:
+                with suppress(OSError):
+                    index.truncate(size)
+                raise
+        if is_new:
+            sync_folder(file.parent)
+
+
+def keep_as(file: Path, name: Path) -> None:
+    """Give a file a second name, replacing any file of that name. Without hard links it is renamed."""
+    if not os.path.lexists(file):
+        return
+    name.unlink(missing_ok=True)
+    try:
+        os.link(file, name, follow_symlinks=False)
+    except OSError:
+        os.replace(file, name)
+
+
+def set_aside(file: Path) -> Path:
+    """Rename a damaged file: nothing is deleted, and its name becomes free."""
+    aside = file.with_name(f"{file.name}.damaged")
+    number = 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = file.with_name(f"{file.name}.damaged-{number}")
+    file.rename(aside)
+    sync_folder(file.parent)
+    return aside
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete the temporary files of interrupted writes."""
+    for file in folder.glob("*.tmp"):
+        if re.fullmatch(r"(run\.json|index\.jsonl|(checkpoint|draw-\d+)\.safetensors)\.tmp", file.name):
+            with suppress(OSError):  # a folder of that name is not ours
+                file.unlink()
+
+
+def checked_folder(folder: Path) -> Path:
+    """Refuse a link in place of a chain's folder: writes must stay inside the run."""
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        raise StoreCorrupt(f"'{folder}' is a symbolic link or a file, and must be a folder.")
+    return folder
+
+
+@contextmanager
+def plain_files_only() -> Iterator[None]:
+    """Turns links, pipes and folders in place of files into `StoreCorrupt`."""
+    try:
+        yield
+    except (NotPlain, IsADirectoryError) as error:
+        raise StoreCorrupt(f"{error.strerror or error}.") from error
+
+
+@contextmanager
+def _full_disk_named(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise StoreFull(
+                errno.ENOSPC,
+                f"the disk is full: '{file}' could not be written. All earlier draws are kept. Free some space and pass "
+                "resume=True to continue",
+            ) from error
+        raise
+
+
+# --- checksums ------------------------------------------------------------------------------------------------
+
+_SEAL = b'{"__metadata__": {"crc32": "'  # how the header of a sealed file begins; the digits follow
+_DIGITS = slice(8 + len(_SEAL), 16 + len(_SEAL))
+
+
+def write_parts(file: RawIOBase, parts: Iterable[bytes | memoryview]) -> tuple[int, int]:
+    """Write the parts of a file, and the digits of its seal if it has one. Returns its size, and its `checksum`."""
+    size = crc = 0
+    is_sealed = False
+    for part in _gathered(parts):
+        is_sealed = is_sealed or (size == 0 and bytes(part[8 : _DIGITS.start]) == _SEAL)
+        _write_all(file, part)
+        size, crc = size + len(part), zlib.crc32(part, crc)
+    if is_sealed:
+        file.seek(_DIGITS.start)
+        _write_all(file, b"%08x" % crc)
+    return size, crc
+
+
+def checksum(path: Path, *, may_be_link: bool = False) -> tuple[int, int | None]:
+    """The crc32 of a file with zeros in place of the digits of its seal, and the crc32 in the seal (None: no seal)."""
+    with open(open_plain(path, may_be_link=may_be_link), "rb") as file:
+        head, written = bytearray(file.read(_DIGITS.stop)), None
+        if head[8 : _DIGITS.start] == _SEAL:
+            written = int(head[_DIGITS], 16) if re.fullmatch(rb"[0-9a-f]{8}", head[_DIGITS]) else -1
+            head[_DIGITS] = b"0" * 8
+        crc = zlib.crc32(head)
+        while part := file.read(1 << 22):
+            crc = zlib.crc32(part, crc)
+    return crc, written
+
+
+def _gathered(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes with small parts joined, for fewer system calls."""
+    for are_small, group in itertools.groupby(parts, lambda part: len(part) < 1 << 16):
+        if are_small:
+            yield b"".join(group)
+        else:
+            yield from group
+
+
+def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:
+    """A system call may write only a part of the bytes; it writes none if the disk is full."""
+    rest = memoryview(content)
+    while len(rest) > 0:
+        taken = file.write(rest)
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rest = rest[taken:]
