@@ -92,7 +92,7 @@ def _prepare(
 def _load(at, e, size, FULL: tl.constexpr):
     """A block of weights; a full one is aligned, and needs no mask."""
     if FULL:  # noqa: SIM108
-        values = tl.load(tl.multiple_of(at, 16) + e)
+        values = tl.load(tl.multiple_of(at + e, 16))  # a hint on `at` itself, an argument, would be lost
     else:
         values = tl.load(at + e, mask=e < size, other=0.0)
     return values
@@ -101,7 +101,7 @@ def _load(at, e, size, FULL: tl.constexpr):
 @triton.jit
 def _store(at, e, values, size, FULL: tl.constexpr):
     if FULL:
-        tl.store(tl.multiple_of(at, 16) + e, values)
+        tl.store(tl.multiple_of(at + e, 16), values)
     else:
         tl.store(at + e, values, mask=e < size)
 
@@ -233,7 +233,7 @@ class OnePassAdam:
 
     def key(self) -> tuple[Any, ...]:
         """What is compiled into a CUDA graph: with another value, another graph is needed. Settings are read at each replay."""
-        return id(self), self._has_prior, self._has_noise
+        return self, self._has_prior, self._has_noise
 
     def upload(self, kernel: Any, scale: Setting, precision: list[float] | None) -> None:
         """Send the kernel's settings to the device if they have changed. Does not wait for it."""
@@ -300,7 +300,7 @@ class OnePassAdam:
             step_to_noise=ratio if self._has_noise else None,
             log_uniform=log_uniform if has_uniform else None,
             log_prior=(prior, prior_there) if self._has_prior else None,
-            in_place=InPlaceMove(places, self._numbers[2]),
+            in_place=_AdamMove(places, self._numbers[2], self._counts),
         )
         return move, kernel.counted(memory)  # the counts on the host follow those on the device
 
@@ -315,3 +315,15 @@ class OnePassAdam:
     def products(self, grad: Leaves, *, at_copy: bool) -> Tensor:
         """theta . grad V of each leaf, (chains, leaves), float64, at the copy of theta or where the chains stand."""
         return self.places.products(grad, self.pulls, group=int(at_copy))
+
+
+class _AdamMove(InPlaceMove):
+    """A proposal whose gradient Adam has counted."""
+
+    def __init__(self, places: Places, moved: Tensor, counts: Tensor) -> None:
+        super().__init__(places, moved)
+        self._counts = counts
+
+    def undo(self) -> None:
+        super().undo()
+        self._counts.sub_(1)

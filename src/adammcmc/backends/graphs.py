@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from adammcmc.backends.streams import why_no_triton
 from adammcmc.errors import warn
 from adammcmc.kernels.kernel import Info
 from adammcmc.target.leaves import Leaves
@@ -152,14 +153,19 @@ class Ring:
         self.last = length - 1
         """The row of the last step."""
         self._losses = list(self.rows[:, 0].unbind())
+        self._record_step: Callable[..., None] | None = None
+        if why_no_triton(device) is None:  # without Triton: a few more launches
+            from adammcmc.backends.records import record_step
+
+            self._record_step = record_step
 
     def write(self, info: Info, sum_rates: Tensor, clock: Tensor) -> None:
         """Record this step: its row, the sum of the acceptance rates, the count of steps (inside a graph)."""
         row = info.loss._base  # a one-pass decision has made the row already
         if row is None or row.shape != self.rows.shape[1:] or row.dtype != torch.float64:
             row = torch.stack([field.double() for field in info])
-        if record_step is not None:
-            record_step(self.rows, self.slot, row, sum_rates, clock)
+        if self._record_step is not None:
+            self._record_step(self.rows, self.slot, row, sum_rates, clock)
             return
         self.rows.index_copy_(0, self.slot, row[None])
         self.slot.add_(1).remainder_(self._length)
@@ -179,11 +185,6 @@ class Ring:
         fields = list(self.rows[self.last].clone().unbind())
         fields[5], fields[6] = fields[5].bool(), fields[6].bool()
         return Info(*fields)
-
-
-record_step: Callable[..., None] | None = None
-with suppress(ImportError):  # without Triton: a few more launches
-    from adammcmc.backends.records import record_step
 
 
 class _Graph:

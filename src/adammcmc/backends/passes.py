@@ -34,6 +34,7 @@ WARPS = 4
 _TABLES = 4  # of gradients in a step, at most
 _LOSSES = 1024  # losses that are read at once
 _WAVES = 8  # programs for each multiprocessor
+_LARGE = 1 << 18  # weights of a leaf; from there on a product takes more than one program
 _SMALL = 1 << 20  # weights of a chain; below, one launch is faster than two with aligned loads in the first
 
 
@@ -204,6 +205,7 @@ class Places:
         self.everything = self._launch(everything, False)
         self._spare: list[Tensor] = []
         self._tables: list[tuple[Tensor, Leaves]] = []
+        self._held: list[Tensor] = []  # by the graph that is being captured
 
     def _launch(self, chunks: list[tuple[int, int]], is_full: bool) -> Launch:
         programs = 3  # under the interpreter: a few, so that the loops are exercised
@@ -214,14 +216,14 @@ class Places:
 
     def put(self, values: Any, dtype: torch.dtype) -> Tensor:
         """A tensor on the device."""
-        return torch.tensor(values, dtype=dtype).to(self.device)
+        return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
 
     def point_at(self, leaves: Leaves) -> Tensor:
         """A table of the addresses of gradients: contiguous float32, alive until the step is done.
 
         While a CUDA graph is captured the table is one of `reserve`, and is filled in by `resolve`, after the capture.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if _is_capturing(self.device):
             table = self._spare.pop()
             self._tables.append((table, leaves))
             return table
@@ -229,17 +231,32 @@ class Places:
 
     def reserve(self) -> None:
         """Allocate the tables of a graph, before its capture: in the graph's own memory every replay would overwrite them."""
+        self._tables, self._held = [], []  # of a capture that failed
         self._spare = [torch.zeros(self.num_leaves, dtype=torch.int64, device=self.device) for _ in range(_TABLES)]
 
-    def resolve(self) -> list[tuple[Tensor, Leaves]]:
-        """Fill in the tables of a graph that was just captured; they must live as long as the graph."""
-        filled, self._tables = self._tables, []
+    def resolve(self) -> Any:
+        """Fill in the tables of a graph that was just captured. What is returned must live as long as the graph."""
+        filled, held = self._tables, self._held
+        self._tables, self._held = [], []
         for table, leaves in filled:
             table.copy_(torch.tensor([x.data_ptr() for x in leaves], dtype=torch.int64))
-        return filled
+        return filled, held
+
+    def numbers(self, value: Setting) -> Tensor:
+        """A setting as one number for each chain, (chains,), float64, on the device."""
+        if isinstance(value, Tensor) and value.dim() == 1:
+            return value.to(torch.float64)
+        constant = _constant(float(value), self.num_chains, self.device)
+        if _is_capturing(self.device):
+            self._held.append(constant)
+        return constant
 
     def products(self, grad: Leaves, pulls: Tensor, *, group: int) -> Tensor:
         """theta . (grad + pull theta) of each leaf, (chains, leaves), float64, at theta or at its copy."""
+        if self.largest >= _LARGE:
+            points = self.groups[group]
+            columns = [_dots(p, g) + pull * _dots(p, p) for p, g, pull in zip(points, grad, pulls, strict=True)]
+            return torch.stack(columns, 1)
         out = torch.empty(self.num_chains, self.num_leaves, dtype=torch.float64, device=self.device)
         _products[(self.num_leaves, self.num_chains)](
             self.table[group], self.point_at(contiguous(grad)), self.sizes, pulls, out, SIZE=BLOCK, num_warps=WARPS
@@ -288,7 +305,7 @@ class InPlaceMove:
         num_chains, places = self._places.num_chains, self._places
         num_losses = here.losses[0].numel()
         per_example = here.losses.dim() > 1
-        scales = per_chain_number(potential.scale, num_chains, places.device)
+        scales = places.numbers(potential.scale)
         noise = _noise_scales(potential, num_losses if per_example else 0)
         rows = torch.empty(len(Info._fields), num_chains, dtype=torch.float64, device=places.device)
         flags = torch.empty(2, num_chains, dtype=torch.uint8, device=places.device)
@@ -304,7 +321,7 @@ class InPlaceMove:
         _decide[(num_chains,)](
             here.losses.contiguous(), after.losses.contiguous(), num_losses, here.log_prior, prior_there, ratio, log_uniform,
             squares, squares if move.step_to_noise is None else move.step_to_noise, scales,
-            per_chain_number(noise, num_chains, places.device), state.frozen_at, step, rows, flags,
+            places.numbers(noise), state.frozen_at, step, rows, flags,
             (float(num_losses) if per_example else math.nan) if has_test else 0.0,
             HAS_TEST=has_test, HAS_RATIO=move.step_to_noise is not None, SIZE=_LOSSES, num_warps=WARPS,
         )  # fmt: skip
@@ -321,7 +338,8 @@ class InPlaceMove:
         return old_grad
 
     def undo(self) -> None:
-        torch._foreach_copy_(list(self._places.groups[0]), list(self.current))
+        rejected = torch.zeros(self._places.num_chains, dtype=torch.uint8, device=self._places.device)
+        self._places.keep(rejected, self._moved, None, None)  # not the chains that were not touched: they have no copy
 
 
 _LOSS_TYPES = (torch.float32, torch.float64)
@@ -334,11 +352,14 @@ def contiguous(leaves: Leaves) -> Leaves:
     )
 
 
-def per_chain_number(value: Setting, num_chains: int, device: torch.device) -> Tensor:
-    """A setting as one number for each chain, (chains,), float64, on the device."""
-    if isinstance(value, Tensor) and value.dim() == 1:
-        return value.to(torch.float64)
-    return _constant(float(value), num_chains, device)
+def _dots(a: Tensor, b: Tensor) -> Tensor:
+    """a . b of each chain, (chains,), float64."""
+    rows = zip(a.reshape(len(a), -1), b.reshape(len(b), -1), strict=True)
+    return torch.stack([torch.dot(x, y) for x, y in rows]).double()
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 _constants: dict[tuple[str, int, torch.device], Tensor] = {}
@@ -350,7 +371,7 @@ def _constant(value: float, num_chains: int, device: torch.device) -> Tensor:
     if key in _constants:
         return _constants[key]
     made = torch.full((num_chains,), value, dtype=torch.float64, device=device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _is_capturing(device):
         return made  # it belongs to the graph
     if len(_constants) > 256:
         _constants.clear()

@@ -20,6 +20,7 @@ def _record(rows, slot_at, num_rows, row, sum_rates, clock, num_chains, NUM_FIEL
         i = start + tl.arange(0, SIZE)
         rate = tl.load(row + 4 * num_chains + i, mask=i < num_chains, other=0.0)  # the field `acceptance_rate`
         tl.store(sum_rates + i, tl.load(sum_rates + i, mask=i < num_chains, other=0.0) + rate, mask=i < num_chains)
+    tl.debug_barrier()  # every thread has read the slot
     tl.store(slot_at, (slot + 1) % num_rows)
     tl.store(clock, tl.load(clock) + 1)
 

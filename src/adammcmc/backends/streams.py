@@ -24,7 +24,9 @@ class Counters(Streams):
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         keys = [_mixed(seed) for seed in seeds]
-        self._keys = torch.tensor([k - (1 << 64) if k >= 1 << 63 else k for k in keys], dtype=torch.int64).to(device)
+        self._keys = torch.tensor([k - (1 << 64) if k >= 1 << 63 else k for k in keys], dtype=torch.int64).to(
+            device, non_blocking=True
+        )
         self._draw = torch.zeros(1, dtype=torch.int64, device=device)
 
     def next(self, count: int = 1) -> tuple[Tensor, Tensor]:

@@ -32,8 +32,8 @@ _PER_LEAF = 4  # h, c, sqrt(1 - c^2), precision
 
 @triton.jit
 def _depart(
-    places, gradients, roots, sizes, bases, chunks, num_chunks, settings, keys, draw_at, sums, num_sums, first, num_leaves,
-    scales, HAS_PRIOR: tl.constexpr, HAS_ROOT: tl.constexpr, SIZE: tl.constexpr,
+    places, gradients, roots, sizes, bases, chunks, num_chunks, settings, keys, draw_at, sums, num_sums, num_leaves, scales,
+    HAS_PRIOR: tl.constexpr, HAS_ROOT: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """theta, g, p -> p (refreshed), the copy of theta, and tau where theta was; partial sums of each program and chain."""
     program, chain, num_chains = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -77,7 +77,7 @@ def _depart(
             wide_x, wide_tau = x.to(tl.float64), tl.where(there, tau, 0.0).to(tl.float64)
             level += tl.sum(wide_x * wide_x) * precision
             change += tl.sum((wide_tau - wide_x) * (wide_tau + wide_x)) * precision
-    slot = sums + chain * num_sums + first + program
+    slot = sums + chain * num_sums + program
     width = num_sums * num_chains
     tl.store(slot, before)
     tl.store(slot + width, kicked)
@@ -165,7 +165,7 @@ class OnePassUnderdamped:
         self._keys = Keys(self.places)
         made: Any = {"dtype": torch.float64, "device": device}
         self._settings, self._scales = torch.zeros(chains, n, _PER_LEAF, **made), torch.ones(chains, **made)
-        self._sums = torch.zeros(_NUM_SUMS, chains, sum(launch.width for launch in self.places.launches), **made)
+        self._sums = torch.zeros(_NUM_SUMS, chains, self.places.everything.width, **made)
         self._arrivals = torch.zeros(chains, self.places.everything.width, **made)
         self._moved = torch.ones(chains, **made)
         self.pulls = torch.zeros(n, **made)
@@ -174,7 +174,7 @@ class OnePassUnderdamped:
 
     def key(self) -> tuple[Any, ...]:
         """What is compiled into a CUDA graph."""
-        return id(self), self._has_prior
+        return self, self._has_prior
 
     def upload(self, kernel: Any, scale: Setting, precision: list[float] | None) -> None:
         """Send the kernel's settings to the device if they have changed. Does not wait for it."""
@@ -200,14 +200,12 @@ class OnePassUnderdamped:
         grad = contiguous(here.grad)
         gradients = places.point_at(grad)
         totals = torch.empty(_NUM_SUMS, places.num_chains, dtype=torch.float64, device=places.device)
-        first = 0
-        for chunks, num_chunks, width, _ in places.launches:
-            _depart[(width, places.num_chains)](
-                places.table, gradients, self._root_table, places.sizes, places.bases, chunks, num_chunks, self._settings,
-                keys, draw, self._sums, self._sums.shape[2], first, places.num_leaves, self._scales,
-                HAS_PRIOR=self._has_prior, HAS_ROOT=self._roots is not None, SIZE=BLOCK, num_warps=WARPS,
-            )  # fmt: skip
-            first += width
+        launch = places.everything
+        _depart[(launch.width, places.num_chains)](
+            places.table, gradients, self._root_table, places.sizes, places.bases, launch.chunks, launch.num_chunks,
+            self._settings, keys, draw, self._sums, self._sums.shape[2], places.num_leaves, self._scales,
+            HAS_PRIOR=self._has_prior, HAS_ROOT=self._roots is not None, SIZE=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
         _finish[(places.num_chains,)](self._sums, self._sums.shape[2], totals, SIZE=1024, num_warps=WARPS)
         return Departure(self, grad, gradients, totals)
 
