@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.model_selection import StratifiedKFold, cross_val_predict
+from torch import Tensor
 
 from adammcmc.jets import Jets, read_jets
-from adammcmc.jets.figures import draw_observables
+from adammcmc.jets.data import KINDS
+from adammcmc.jets.figures import COLOURS, LABELS, draw
 from adammcmc.jets.observables import OBSERVABLES, observables
 from adammcmc.jets.tagging import Measured, auc
 
@@ -35,6 +37,30 @@ def telling_apart(real: Jets, made: Jets, seed: int = 0) -> Measured:
         trees, np.concatenate(tables), is_real, cv=folds, method="predict_proba", params={"sample_weight": weight}
     )[:, 1]
     return auc(torch.from_numpy(scores), torch.from_numpy(is_real))
+
+
+def draw_observables(path: Path, samples: dict[str, dict[str, Tensor]], kinds: dict[str, Tensor]) -> None:
+    """Compare twelve observables of two samples, with top and QCD jets separate.
+
+    Args:
+        path: of the figure.
+        samples: name of a sample -> its observables by name.
+        kinds: name of a sample -> kinds of its jets.
+    """
+    names = list(next(iter(samples.values())))
+    with draw(path, 4, 3, size=(13, 8.5)) as panels:
+        for axes, name in zip(panels, names, strict=True):
+            together = torch.cat([sample[name] for sample in samples.values()])
+            edges = torch.linspace(float(together.quantile(0.002)), float(together.quantile(0.998)), 26)
+            for (sample, values), style in zip(samples.items(), ("-", "--"), strict=False):
+                for kind in ("qcd", "top"):
+                    chosen = values[name][kinds[sample] == KINDS.index(kind)].clamp(edges[0], edges[-1])
+                    heights, _ = torch.histogram(chosen.float(), edges)
+                    label = f"{LABELS[kind]}, {sample}"
+                    axes.stairs(heights / heights.sum(), edges, color=COLOURS[kind], label=label, linestyle=style)
+            axes.set_xlabel(name)
+            axes.set_yticks([])
+        axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

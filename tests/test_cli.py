@@ -424,7 +424,7 @@ def test_ctrl_c_elsewhere_is_silent(home: Path, monkeypatch: pytest.MonkeyPatch)
         def stop(*_: object, error: type[BaseException] = error) -> None:
             raise error
 
-        monkeypatch.setattr("adammcmc.cli.citation.bibtex", stop)
+        monkeypatch.setattr("adammcmc.cli.commands.say", stop)
         assert ask("cite") == Answer(130, "", "")
 
 

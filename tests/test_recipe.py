@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import adammcmc
 from adammcmc.cli.config import read_config
-from adammcmc.cli.recipe import Recipe, Source, code_of, find, load_data, prepare
+from adammcmc.cli.recipe import Recipe, Source, find, load_data, prepare
 from adammcmc.cli.tasks import TASKS
 from adammcmc.runs.factory import given_options, innermost
 from tests.shell import GOOD, furnish, modules_forgotten
@@ -155,7 +155,7 @@ def test_training_lowers_the_loss(home: Path) -> None:
     recipe = made(home, "training.steps=200", "run.batch_size=20")
     x, y = (torch.from_numpy(np.asarray(a)) for a in recipe.train)
     before = float(F.cross_entropy(recipe.model(x), y).detach())
-    last = recipe.train_first(progress=False)
+    last = recipe.train_first()
     assert last is not None
     assert float(F.cross_entropy(recipe.model(x), y).detach()) < 0.5 * before
     assert made(home).train_first() is None
@@ -167,7 +167,7 @@ def test_tasks_are_learnt_and_say_their_size(name: str) -> None:
     number = sum(p.numel() for p in task.model.parameters())
     assert f"({number} weights)" in (TASKS[name].__doc__ or "")
     recipe = prepare(Source(f'task = "{name}"', (), Path(), f"{name}.toml"))
-    assert recipe.train_first(progress=False) is not None
+    assert recipe.train_first() is not None
     x, y = recipe.train
     outputs = recipe.model(x).detach()
     if name == "two-moons":
@@ -271,10 +271,10 @@ NAMES_CODE = {
 
 @pytest.mark.parametrize("key", NAMES_CODE)
 def test_every_place_that_imports_is_asked_about(home: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    """What `code_of` lists is what `find` is called with."""
+    """What `code` lists is what `find` is called with."""
     text = GOOD.replace("shell_things:make", "torch.nn:Linear").replace("width = 3", "in_features = 2, out_features = 2")
     changes = ["sampler={}", f"{key}={NAMES_CODE[key]}"]
-    names = code_of(read_config(text, changes))
+    names = read_config(text, changes).code
     assert names == list(dict.fromkeys(["a:b"] if key == "model.name" else ["torch.nn:Linear", "a:b"]))
     found: list[str] = []
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from adammcmc import Likelihood
 from adammcmc.jets import KINDS, Jets, bundled, read_jets
-from adammcmc.jets.figures import EDGES, draw_observables, draw_others, draw_tagging
-from adammcmc.jets.observables import observables
+from adammcmc.jets.figures import EDGES, draw_others, draw_tagging
 from adammcmc.jets.tagging import (
     Measured,
     accuracy,
@@ -337,13 +336,6 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     draw_others(tmp_path / "others.png", (JETS, predicted(JETS)), (OTHERS, predicted(OTHERS)))
     assert is_picture(tmp_path / "tagging.png")
     assert is_picture(tmp_path / "others.png")
-
-
-def test_the_observables_of_two_samples_are_drawn(tmp_path: Path) -> None:
-    samples = {"one": JETS, "two": OTHERS.of_kind("qcd", "top")}
-    values = {name: observables(jets) for name, jets in samples.items()}
-    draw_observables(tmp_path / "observables.png", values, {name: jets.kind for name, jets in samples.items()})
-    assert is_picture(tmp_path / "observables.png")
 
 
 def test_a_perfect_tagger_can_be_drawn(tmp_path: Path) -> None:

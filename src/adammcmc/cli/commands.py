@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -248,10 +249,7 @@ def report(
     recipe, posterior = _opened(run, config, trust_code)
     page = run / "report.html" if output is None else output
     examples = _examples(recipe, data) if len(posterior) else None
-
-    def write(examples: Any = None) -> Path:
-        return posterior.report(page, examples, title=title)
-
+    write = partial(posterior.report, page, title=title)
     written, failure = _with_held_out(write, examples, is_required=data is not None)
     if failure:
         say(failure)
@@ -269,12 +267,26 @@ def schema() -> None:
     say(schema_as_toml())
 
 
+_BIBTEX = """\
+@article{bieringer2023adammcmc,
+  title = {{AdamMCMC}: Combining Metropolis Adjusted Langevin with Momentum-based Optimization},
+  author = {Bieringer, Sebastian and Kasieczka, Gregor and Steffen, Maximilian F. and Trabs, Mathias},
+  journal = {arXiv preprint arXiv:2312.14027},
+  year = {2023},
+}
+
+@software{adammcmc,
+  title = {adammcmc: Metropolis-Hastings around Adam steps for neural networks, and exact samplers beside it},
+  author = {{The adammcmc developers}},
+  version = {VERSION},
+  license = {Apache-2.0},
+}"""
+
+
 @app.command()
 def cite() -> None:
     """Print BibTeX entries for the paper and for this software."""
-    from adammcmc.cli.citation import bibtex
-
-    say(bibtex())
+    say(_BIBTEX.replace("VERSION", adammcmc.__version__))  # CITATION.cff holds the same entries
 
 
 app.add_typer(jets_app, name="jets")
@@ -286,12 +298,12 @@ app.add_typer(jets_app, name="jets")
 def _source(run: Path, config: Path | None, trust_code: bool) -> Source:
     """The configuration that a run stores, which may come from anybody; or a file that the user trusts by naming it."""
     from adammcmc.cli.config import read_config
-    from adammcmc.cli.recipe import Source, code_of
+    from adammcmc.cli.recipe import Source
 
     if config is not None:
         return Source.of_file(config)
     source = Source.of_run(run)
-    if not trust_code and (names := code_of(read_config(source.text, source.changes))):
+    if not trust_code and (names := read_config(source.text, source.changes).code):
         raise ValueError(
             f"the run in '{run}' imports code: {', '.join(names)}, from '{source.folder}' or an installed package. Add "
             "--trust-code if you trust the author of the run, or --config with a TOML file of yours."
@@ -301,9 +313,7 @@ def _source(run: Path, config: Path | None, trust_code: bool) -> Source:
 
 def _flag(recipe: Recipe) -> str:
     """The flag that the next command needs to open this run."""
-    from adammcmc.cli.recipe import code_of
-
-    return " --trust-code" if code_of(recipe.config) else ""
+    return " --trust-code" if recipe.config.code else ""
 
 
 def _opened(run: Path, config: Path | None, trust_code: bool) -> tuple[Recipe, Posterior]:
@@ -320,12 +330,7 @@ def _opened(run: Path, config: Path | None, trust_code: bool) -> tuple[Recipe, P
 
 def _examples(recipe: Recipe, data: str | None) -> Any:
     """The data that the user names, or the held-out data of the run, or None."""
-    from adammcmc.cli.recipe import load_data
-
-    if data is None:
-        return recipe.test
-    keys, likelihood = recipe.config.data.keys, recipe.likelihood
-    return load_data(data, Path.cwd(), recipe.model, keys=keys, needs_targets=False, likelihood=likelihood)
+    return recipe.test if data is None else recipe.load(data, Path.cwd(), needs_targets=False)
 
 
 def _with_held_out(function: Callable[..., Any], examples: Any, *, is_required: bool) -> tuple[Any, str]:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from adammcmc.cli.options import REQUIRED, Option, argument_texts, default_words, key, nearest, options_of, read_table
 
 __all__ = [
+    "ARRAYS",
     "Choice",
     "Config",
     "apply_change",
@@ -36,13 +37,16 @@ __all__ = [
     "thing_options",
 ]
 
+ARRAYS = (".npy", ".npz")
+"""Endings of data files."""
+
 
 @dataclass(frozen=True)
 class ModelSection:
     """The network, and the weights that the chains start from."""
 
     name: str | None = key("`module:attribute` of a network, or of a class or function that returns one.")
-    arguments: dict[str, Any] = key("Keyword arguments for that class or function.", {})
+    arguments: dict[str, Any] | None = key("Keyword arguments for that class or function.")
     weights: str | None = key("State dictionary of a trained network: .safetensors, or .pt without pickled code.")
     device: str | None = key('Device to compute on, such as "cuda"; left out: where the network was created.')
     mode: Literal["train", "eval"] | None = key("Mode of BatchNorm and dropout while sampling; left out: as created.")
@@ -58,7 +62,7 @@ class DataSection:
         "labels, and inputs of a network with an embedding, stay integers."
     )
     test: str | list[str] | None = key("Held-out data, in the same form; used by `predict`, `diagnose` and `report`.")
-    arguments: dict[str, Any] = key("Keyword arguments for `train`, if it is a class or a function.", {})
+    arguments: dict[str, Any] | None = key("Keyword arguments for `train`, if it is a class or a function.")
     keys: list[str] | None = key(
         "Names of the arrays in .npz files, targets last; left out: inputs and targets, x and y, or unnamed arrays."
     )
@@ -73,8 +77,8 @@ class LossSection:
         "cross_entropy, binary_cross_entropy_with_logits, nll_loss, GaussianNLL (regression), or `module:attribute` of a loss "
         "that takes outputs and targets, or model and batch."
     )
-    arguments: dict[str, Any] = key(
-        "Further keyword arguments, such as noise = 0.1 for GaussianNLL (left out: the network predicts the noise).", {}
+    arguments: dict[str, Any] | None = key(
+        "Further keyword arguments, such as noise = 0.1 for GaussianNLL (left out: the network predicts the noise)."
     )
     likelihood: str | None = key("How to interpret the outputs for prediction; left out: inferred from the loss.")
 
@@ -109,6 +113,14 @@ class Config:
     prior: Choice | None
     acceptance: Choice | None
     burn_in: Choice | None
+
+    @property
+    def code(self) -> list[str]:
+        """The code that is imported: every `module:attribute`."""
+        files = [f for given in (self.data.train, self.data.test) for f in ([given] if isinstance(given, str) else given or ())]
+        sampler = None if self.sampler is None else self.sampler.name
+        named = [self.model.name, self.loss.name, sampler, *(name for name in files if not name.endswith(ARRAYS))]
+        return list(dict.fromkeys(name for name in named if name is not None and ":" in name))
 
 
 _HINTS = typing.get_type_hints(Config)
@@ -178,9 +190,8 @@ def thing_options(section: str, name: str) -> list[Option]:
     return [o._replace(kind=o.kind | list[float]) if is_sampler and o.name in SCANNED else o for o in options]
 
 
-def read_text(path: str | Path) -> str:
+def read_text(path: Path) -> str:
     """The text of a configuration file."""
-    path = Path(path)
     try:
         return path.read_bytes().decode()
     except FileNotFoundError:
@@ -191,24 +202,24 @@ def read_text(path: str | Path) -> str:
         raise ValueError(f"'{path}' is not TOML: {error}.") from error
 
 
-def read_config(text: str, changes: Sequence[str] = (), what: str = "the configuration") -> Config:
-    """Parse a configuration and apply `section.key=value` changes; `what` names it in errors."""
+def read_config(text: str, changes: Sequence[str] = ()) -> Config:
+    """Parse a configuration and apply `section.key=value` changes."""
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError also covers integers too long for Python to parse
-        raise ValueError(f"{what} is not TOML: {error}.") from error
+        raise ValueError(f"the configuration is not TOML: {error}.") from error
     for change in changes:
         apply_change(table, change)
-    _check_integers(table, what)
+    _check_integers(table)
     return parse(table)
 
 
-def _check_integers(value: Any, what: str) -> None:
+def _check_integers(value: Any) -> None:
     """Integers of TOML have 64 bits. Python reads longer ones, and cannot print the longest."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"{what} has an integer of more than 64 bits.")
+        raise ValueError("the configuration has an integer of more than 64 bits.")
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_integers(item, what)
+        _check_integers(item)
 
 
 def apply_change(table: dict[str, Any], change: str) -> None:

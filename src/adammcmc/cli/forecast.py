@@ -99,12 +99,11 @@ def _timed(recipe: Recipe, steps: int) -> tuple[float, Posterior]:
 
 def _known_burn_in(recipe: Recipe) -> int | None:
     """The choice that `adammcmc.sample` makes."""
-    burn_in, run, sampler = recipe.burn_in, recipe.config.run, recipe.sampler()
-    if isinstance(burn_in, BurnIn):
-        return burn_in.num_steps
-    if burn_in is None and (sampler is None or finds_settings(sampler)):
-        return None
-    return run.num_draws * run.gap // 4 if burn_in is None else burn_in
+    burn_in, run = recipe.burn_in, recipe.config.run
+    if burn_in is None:
+        sampler = recipe.sampler()
+        return None if sampler is None or finds_settings(sampler) else run.num_draws * run.gap // 4
+    return burn_in.num_steps if isinstance(burn_in, BurnIn) else burn_in
 
 
 def format_seconds(seconds: float) -> str:

@@ -14,11 +14,7 @@ from adammcmc.posterior.store.whole import write_whole
 from adammcmc.samplers.terminal import say
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from adammcmc.jets.data import Jets
     from adammcmc.jets.tagger import Tagger
-    from adammcmc.posterior.predictive import Prediction
 
 __all__ = ["app"]
 
@@ -186,11 +182,11 @@ def evaluate(
 
     Writes scores.csv (one line per jet), tagging.png and tagging.json and, with --others, others.csv and others.png.
     """
-    from adammcmc.jets.figures import draw_tagging
+    from adammcmc.jets.figures import draw_others, draw_tagging
     from adammcmc.jets.files import read_jets
     from adammcmc.jets.selection import Selection
     from adammcmc.jets.tagger import Tagger
-    from adammcmc.jets.tagging import accuracy, as_json, auc, evaluate, write_scores
+    from adammcmc.jets.tagging import accuracy, as_json, auc, compare_kinds, evaluate, write_scores
 
     tagger = Tagger.load(run, device=device, precision=precision)
     if not (run / _DRAWS).is_dir():
@@ -218,23 +214,13 @@ def evaluate(
     draw_tagging(folder / "tagging.png", prediction, jets)
     written = ["scores.csv", "tagging.json", "tagging.png"]
     if unseen is not None:
-        answers = tagger.predict(posterior, unseen), tagger.scores(unseen)
-        written += _evaluate_others(folder, (jets, prediction), unseen, *answers)
+        answers, alone = tagger.predict(posterior, unseen), tagger.scores(unseen)
+        for kind in compare_kinds(prediction, unseen, answers):
+            say(str(kind))
+        write_scores(folder / "others.csv", unseen, answers, trained=alone)
+        draw_others(folder / "others.png", (jets, prediction), (unseen, answers))
+        written += ["others.csv", "others.png"]
     say(f"{folder}: {', '.join(written)}")
-
-
-def _evaluate_others(
-    folder: Path, seen: tuple[Jets, Prediction], others: Jets, prediction: Prediction, trained: Tensor
-) -> list[str]:
-    """Compare out-of-distribution jets with held-out ones; returns the names of the files."""
-    from adammcmc.jets.figures import draw_others
-    from adammcmc.jets.tagging import compare_kinds, write_scores
-
-    for kind in compare_kinds(seen[1], others, prediction):
-        say(str(kind))
-    write_scores(folder / "others.csv", others, prediction, trained=trained)
-    draw_others(folder / "others.png", seen, (others, prediction))
-    return ["others.csv", "others.png"]
 
 
 def _check_same(tagger: Tagger, mark: str, run: Path) -> None:

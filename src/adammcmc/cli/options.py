@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import json
 import math
 import re
 import reprlib
@@ -39,10 +40,7 @@ class Option(NamedTuple):
 
 def key(help: str, default: Any = None, *, least: int | None = None) -> Any:
     """A dataclass field that declares one key of a configuration."""
-    metadata = {"help": help, "least": least, "default": default}
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"help": help, "least": least})
 
 
 def options_of(
@@ -74,8 +72,7 @@ def options_of(
         if not text or text.startswith("as in "):
             text = (texts or {}).get(name, text)
         text = f"{text[:1].upper()}{text[1:]}"
-        default = declared.get("default", parameter.default)
-        options.append(Option(name, kind, default, declared.get("help", text), declared.get("least")))
+        options.append(Option(name, kind, parameter.default, declared.get("help", text), declared.get("least")))
     return options
 
 
@@ -201,12 +198,6 @@ def type_words(kind: Any) -> str:
 
 def default_words(value: Any) -> str:
     """A default in TOML's syntax; empty where TOML has none."""
-    if value is None or value == {}:
+    if value is None:
         return ""
-    if value is REQUIRED:
-        return "required"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(default_words(v) for v in value)}]"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    return "required" if value is REQUIRED else json.dumps(value)  # scalars and lists are written alike in JSON and TOML

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from adammcmc.cli.config import Choice, Config, named_things, read_config, read_text
+from adammcmc.cli.config import ARRAYS, Choice, Config, named_things, read_config, read_text
 from adammcmc.cli.options import nearest
 from adammcmc.cli.tasks import TASKS, Task
 from adammcmc.errors import StoreCorrupt, StoreMismatch, warn
@@ -40,7 +40,7 @@ from adammcmc.samplers.terminal import say
 from adammcmc.target.data import as_data, to_device
 from adammcmc.target.likelihood import GaussianNLL, Likelihood, Loss, as_likelihood, likelihood_of
 
-__all__ = ["Announcement", "Recipe", "Source", "code_of", "find", "load_data", "prepare"]
+__all__ = ["Announcement", "Recipe", "Source", "find", "load_data", "prepare"]
 
 _LOSSES: dict[str, Callable[..., Any]] = {
     "cross_entropy": F.cross_entropy,
@@ -50,7 +50,6 @@ _LOSSES: dict[str, Callable[..., Any]] = {
     "GaussianNLL": GaussianNLL,
 }
 _PAIRS = (("inputs", "targets"), ("x", "y"), ("X", "y"), ("X", "Y"))
-_ARRAYS = (".npy", ".npz")
 
 
 class Source(NamedTuple):
@@ -77,9 +76,9 @@ class Source(NamedTuple):
                 f"the run in '{path}' was not made by `adammcmc sample`, so that it does not name its network. Give --config, "
                 "a TOML file that names it, or use adammcmc.Posterior.open(path, model) in Python."
             )
-        names, is_table = ("text", "file", "folder", "from_run"), isinstance(stored, dict)
-        texts: list[Any] = [stored.get(name) for name in names] if is_table else []
-        changes = stored.get("changes") if is_table else None
+        table: dict[str, Any] = stored if isinstance(stored, dict) else {}
+        texts: list[Any] = [table.get(name) for name in ("text", "file", "folder", "from_run")]
+        changes = table.get("changes")
         if not isinstance(changes, list) or not all(isinstance(text, str) for text in (*texts, *changes)):
             raise StoreCorrupt(
                 f"'{path / 'run.json'}' is damaged: its `config` was not written by `adammcmc sample`. Give --config, the TOML "
@@ -123,22 +122,22 @@ class Recipe:
     @functools.cached_property
     def train(self) -> Any:
         """The training data. They are read on first use: prediction does not need them."""
+        if self.task is not None:
+            return self.task.train
         data = self.config.data
-        return self.task.train if self.task is not None else self._load("[data] `train`", data.train, data.arguments)
+        return self.load(data.train, self.source.folder, place="[data] `train`", arguments=data.arguments)
 
     @functools.cached_property
     def test(self) -> Any:
         """Held-out data, or None."""
         if self.config.data.test is None:
             return None if self.task is None else self.task.test
-        return self._load("[data] `test`", self.config.data.test, {})
+        return self.load(self.config.data.test, self.source.folder, place="[data] `test`")
 
-    def _load(self, place: str, what: str | list[str] | None, arguments: dict[str, Any]) -> Any:
+    def load(self, what: str | list[str] | None, folder: Path, **options: Any) -> Any:
+        """Data for this network and loss, by `load_data`."""
         assert what is not None  # `config` checks it
-        keys, likelihood = self.config.data.keys, self.likelihood
-        return load_data(
-            what, self.source.folder, self.model, place=place, keys=keys, arguments=arguments, likelihood=likelihood
-        )
+        return load_data(what, folder, self.model, keys=self.config.data.keys, likelihood=self.likelihood, **options)
 
     @property
     def likelihood(self) -> Likelihood:
@@ -187,7 +186,7 @@ class Recipe:
             takes_model = "model" in inspect.signature(make).parameters
             return make(self.model, **choice.options) if takes_model else make(**choice.options)
 
-    def train_first(self, *, progress: bool = True) -> float | None:
+    def train_first(self) -> float | None:
         """Check the loss on one batch, then train by Adam if the configuration requests it. Returns the last loss, or None."""
         _ = self.test  # errors in held-out data are reported before the work
         torch.manual_seed(self.config.run.seed)
@@ -198,8 +197,7 @@ class Recipe:
         if not bool(last[0].isfinite()):
             raise ValueError(f"the loss of the first batch is {float(last[0])}: check the data, the weights and the loss.")
         optimizer = torch.optim.Adam([p for p in self.model.parameters() if p.requires_grad], self.config.training.lr)
-        steps = range(self.training_steps)
-        for _ in track(steps, "training", show=progress, status=lambda: f"loss {float(last[0]):.3g}"):
+        for _ in track(range(self.training_steps), "training", status=lambda: f"loss {float(last[0]):.3g}"):
             optimizer.zero_grad()
             value = loss(self.model, to_device(next(data), device)).mean()
             value.backward()  # type: ignore[no-untyped-call]
@@ -303,15 +301,8 @@ def _module(place: str, name: str, folders: list[str]) -> ModuleType:
     return importlib.import_module(name)
 
 
-def code_of(config: Config) -> list[str]:
-    """The code that a configuration imports: every `module:attribute` in it."""
-    files = [f for given in (config.data.train, config.data.test) for f in ([given] if isinstance(given, str) else given or ())]
-    sampler = None if config.sampler is None else config.sampler.name
-    named = [config.model.name, config.loss.name, sampler, *(name for name in files if not name.endswith(_ARRAYS))]
-    return list(dict.fromkeys(name for name in named if name is not None and ":" in name))
-
-
-def _called(place: str, thing: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def _called(place: str, thing: Callable[..., Any], arguments: dict[str, Any] | None) -> Any:
+    arguments = arguments or {}
     try:
         return thing(**arguments)
     except Exception as error:
@@ -398,10 +389,10 @@ def load_data(
     files = [what] if isinstance(what, str) else what
     if not files:
         raise ValueError(f"{place} names no file.")
-    if len(files) == 1 and ":" in files[0] and not files[0].endswith(_ARRAYS):
+    if len(files) == 1 and ":" in files[0] and not files[0].endswith(ARRAYS):
         thing = find(place, files[0], folder)
         if callable(thing) and not isinstance(thing, Tensor):
-            return _called(place, thing, arguments or {})
+            return _called(place, thing, arguments)
         if arguments:
             raise ValueError(f"{place}: {files[0]} is not a class or function, and takes no `arguments`.")
         return thing
@@ -422,7 +413,7 @@ def load_data(
 
 
 def _arrays(file: Path, place: str, keys: list[str] | None, needs_targets: bool) -> list[np.ndarray[Any, Any]]:
-    if file.suffix not in _ARRAYS:
+    if file.suffix not in ARRAYS:
         raise ValueError(f"{place} must be .npz, .npy or module:attribute, got '{file.name}'.")
     if not file.is_file():
         raise FileNotFoundError(f"{place}: there is no file '{file}'.")

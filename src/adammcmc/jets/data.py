@@ -154,11 +154,14 @@ class Jets:
         """Zero-padded particles, (jets, num_particles, 4), and the mask of real ones."""
         width = max(self.counts.tolist(), default=0) if num_particles is None else num_particles
         jets = self.leading(max(1, width))
-        full = torch.zeros(len(jets), width, 4)
-        mask = torch.zeros(len(jets), width, dtype=torch.bool)
-        full[jets.owner, jets.rank] = jets.particles
-        mask[jets.owner, jets.rank] = True
-        return full, mask
+        return jets.pad(jets.particles, width), jets.pad(torch.ones(len(jets.particles), dtype=torch.bool), width)
+
+    def pad(self, values: Tensor, width: int) -> Tensor:
+        """Numbers of the particles, (all, ...), in zero-padded slots: (jets, width, ...)."""
+        where = self.rows
+        full = values.new_zeros(len(self), width, *values.shape[1:])
+        full[where.owner, where.rank] = values
+        return full
 
     def p4(self, num_particles: int | None = None) -> Tensor:
         """Zero-padded E, px, py, pz of the particles: (jets, num_particles, 4)."""

@@ -87,10 +87,10 @@ class Detector:
 
     def __call__(self, seen: Particles, random: np.random.Generator) -> Flow:
         """Energy flow of these events."""
-        seen = _chosen(seen, (np.abs(seen.eta) < 4.9) & ~np.isin(np.abs(seen.pdg), _INVISIBLE))
-        charged = seen.charge != 0
-        is_track = charged & (random.random(len(seen.pt)) < _efficiency(seen))
-        sigma = _track_resolution(seen)
+        visible = (np.abs(seen.eta) < 4.9) & ~np.isin(np.abs(seen.pdg), _INVISIBLE)
+        seen = Particles._make(column[visible] for column in seen)
+        efficiency, sigma = _tracking(seen)
+        is_track = (seen.charge != 0) & (random.random(len(seen.pt)) < efficiency)
         track_pt = np.where(is_track, _lognormal(seen.pt, seen.pt * sigma, random), 0.0)
         track_energy = track_pt * np.cosh(seen.eta)
         tower, reaches = self._towers(seen)
@@ -113,13 +113,13 @@ class Detector:
             deposit = _sums(place, energy[hit], len(numbers))
             measured = _lognormal(deposit, resolution(deposit, centre), random)
             error = resolution(measured, centre)
-            tracks = _sums(place, track_energy[hit], len(numbers))
+            tracked = _sums(place, track_energy[hit], len(numbers))
             track_variance = _sums(place, ((track_energy * sigma) ** 2)[hit], len(numbers))
-            excess = measured - tracks
+            excess = measured - tracked
             is_excess = (excess > minimum) & (excess > self.min_significance * np.sqrt(error**2 + track_variance))
             # no excess: the best estimate of the track energy is the weighted mean of both measurements
             weight = track_variance / np.maximum(track_variance + error**2, 1e-12)
-            best = np.where(is_excess | (tracks <= 0), 1.0, 1 + weight * (excess / np.where(tracks > 0, tracks, 1.0)))
+            best = np.where(is_excess | (tracked <= 0), 1.0, 1 + weight * (excess / np.where(tracked > 0, tracked, 1.0)))
             flow_pt[hit] *= best[place]
             where = np.flatnonzero(is_excess)
             # uniform positions within the tower
@@ -127,11 +127,8 @@ class Detector:
             tower_phi = phi[where] + np.deg2rad(self.tower_phi) * random.random(len(where))
             neutral.append((numbers[where] // per_event, excess[where] / np.cosh(tower_eta), tower_eta, tower_phi))
         kept = is_track & (flow_pt > 0)
-        columns = [
-            (seen.event[kept], flow_pt[kept], seen.eta[kept], seen.phi[kept]),
-            *neutral,
-        ]
-        event, *rest = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+        tracks = (seen.event[kept], flow_pt[kept], seen.eta[kept], seen.phi[kept])
+        event, *rest = (np.concatenate(parts) for parts in zip(tracks, *neutral, strict=True))
         order = np.argsort(event, kind="stable")
         return Flow(event[order], *(column[order] for column in rest))
 
@@ -162,34 +159,26 @@ def _sums(place: Integers, values: Floats, number: int) -> Floats:
     return np.bincount(place, values, number).astype(np.float64)
 
 
-def _chosen(seen: Particles, mask: NDArray[np.bool_]) -> Particles:
-    return Particles(seen.event[mask], seen.pdg[mask], *(column[mask] for column in seen[2:]))
+# rows: hadrons, electrons, muons
+_EFFICIENCY = np.array(  # |eta| up to 1.5, to 2.5, and above; pT up to 0.1, to 1, to 100 GeV, and above
+    [
+        [[0.0, 0.70, 0.95, 0.95], [0.0, 0.60, 0.85, 0.85], [0.0, 0.0, 0.0, 0.0]],
+        [[0.0, 0.73, 0.95, 0.99], [0.0, 0.50, 0.83, 0.90], [0.0, 0.0, 0.0, 0.0]],
+        [[0.0, 0.75, 0.99, 0.99], [0.0, 0.70, 0.98, 0.98], [0.0, 0.0, 0.0, 0.0]],
+    ]
+)
+# sigma(pT) / pT for |eta| up to 0.5, to 1.5, and above: a constant, and a term that grows with pT
+_CONSTANT = np.array([[0.06, 0.10, 0.25], [0.03, 0.05, 0.15], [0.01, 0.015, 0.025]])
+_SLOPE = np.array([[1.3e-3, 1.7e-3, 3.1e-3], [1.3e-3, 1.7e-3, 3.1e-3], [1.0e-4, 1.5e-4, 3.5e-4]])
 
 
-def _efficiency(seen: Particles) -> Floats:
-    """Track efficiency by species, pT and eta."""
-    eta, pt, pdg = np.abs(seen.eta), seen.pt, np.abs(seen.pdg)
-    central = np.select([pt <= 0.1, pt <= 1.0], [0.0, 0.70], 0.95)
-    forward = np.select([pt <= 0.1, pt <= 1.0], [0.0, 0.60], 0.85)
-    electron_central = np.select([pt <= 0.1, pt <= 1.0, pt <= 100], [0.0, 0.73, 0.95], 0.99)
-    electron_forward = np.select([pt <= 0.1, pt <= 1.0, pt <= 100], [0.0, 0.50, 0.83], 0.90)
-    muon_central = np.select([pt <= 0.1, pt <= 1.0], [0.0, 0.75], 0.99)
-    muon_forward = np.select([pt <= 0.1, pt <= 1.0], [0.0, 0.70], 0.98)
-    inner = np.select([pdg == 11, pdg == 13], [electron_central, muon_central], central)
-    outer = np.select([pdg == 11, pdg == 13], [electron_forward, muon_forward], forward)
-    return np.select([eta <= 1.5, eta <= 2.5], [inner, outer], 0.0)
-
-
-def _track_resolution(seen: Particles) -> Floats:
-    """sigma(pT) / pT by species and eta: a constant, and a term that grows with pT."""
+def _tracking(seen: Particles) -> tuple[Floats, Floats]:
+    """Track efficiency and relative resolution, by species, pT and eta."""
     eta, pdg = np.abs(seen.eta), np.abs(seen.pdg)
-    regions = [eta <= 0.5, eta <= 1.5]
-    constant = np.select(regions, [0.06, 0.10], 0.25)
-    constant = np.where(pdg == 11, np.select(regions, [0.03, 0.05], 0.15), constant)
-    constant = np.where(pdg == 13, np.select(regions, [0.01, 0.015], 0.025), constant)
-    slope = np.select(regions, [1.3e-3, 1.7e-3], 3.1e-3)
-    slope = np.where(pdg == 13, np.select(regions, [1.0e-4, 1.5e-4], 3.5e-4), slope)
-    return np.asarray(np.hypot(constant, seen.pt * slope), np.float64)
+    species = np.select([pdg == 11, pdg == 13], [1, 2], 0)
+    efficiency = _EFFICIENCY[species, np.searchsorted((1.5, 2.5), eta), np.searchsorted((0.1, 1.0, 100.0), seen.pt)]
+    region = np.searchsorted((0.5, 1.5), eta)
+    return efficiency, np.hypot(_CONSTANT[species, region], seen.pt * _SLOPE[species, region])
 
 
 def _ecal_resolution(energy: Floats, eta: Floats) -> Floats:

@@ -125,7 +125,6 @@ class Events:
         if not self._pythia.init():
             raise RuntimeError(f"Pythia could not start the process '{kind}' (is PYTHIA8DATA of another version?)")
         self.made = 0
-        self._charges: dict[int, float] = {}
 
     def batch(self, number: int) -> Record:
         """Generate this many events, with a charge for every particle."""
@@ -135,17 +134,14 @@ class Events:
         self.made += number
         flat = ak.flatten(events)
         pdg = np.asarray(flat.id, np.int64)
-        for code in np.unique(pdg).tolist():
-            if code not in self._charges:
-                self._charges[code] = float(self._pythia.particleData.charge(code))
-        codes = np.array(sorted(self._charges))
-        charges = np.array([self._charges[code] for code in codes.tolist()])
+        codes, place = np.unique(pdg, return_inverse=True)
+        charges = np.array([float(self._pythia.particleData.charge(code)) for code in codes.tolist()])
         return Record(
             counts=np.asarray(ak.num(events), np.int64),
             pdg=pdg,
             status=np.asarray(flat.status, np.int64),
             mother=np.asarray(flat.mother1, np.int64),
-            charge=charges[np.searchsorted(codes, pdg)],
+            charge=charges[place],
             p4=np.stack([np.asarray(flat.p[name], np.float64) for name in ("e", "px", "py", "pz")], 1),
         )
 
@@ -173,15 +169,13 @@ class Record(NamedTuple):
 def jets_of_events(record: Record, kind: str, settings: Settings, random: np.random.Generator) -> Jets:
     """Simulate the detector, cluster, select and match a batch of events."""
     flow = settings.detector(_stable(record), random)
-    event, jets, members = _clustered(flow, len(record.counts), settings)
+    event, jets, counts, members = _clustered(flow, len(record.counts), settings)
     process = PROCESSES[kind]
     chosen = (jets[:, 0] > settings.window.low) & (jets[:, 0] < settings.window.high)
     chosen &= np.abs(jets[:, 1]) < settings.window.max_eta
     if process.heavy:
         chosen &= _holds_heavy(record, process, event, jets, settings.radius)
-    counts = members.counts
-    kept = np.repeat(chosen, counts)
-    rows, jets, counts = members.rows[kept], jets[chosen], counts[chosen]
+    rows, jets, counts = members[np.repeat(chosen, counts)], jets[chosen], counts[chosen]
     owner = np.repeat(np.arange(len(jets)), counts)
     # within a jet, the hardest particles first, at most `max_particles`
     order = np.lexsort((-flow.pt[rows], owner))
@@ -209,15 +203,10 @@ def _stable(record: Record) -> Particles:
     return Particles(record.event[final], record.pdg[final], record.charge[final], pt, eta, np.arctan2(py, px), mass)
 
 
-class _Members(NamedTuple):
-    """The energy-flow objects of all jets, concatenated."""
-
-    counts: NDArray[np.int64]
-    rows: NDArray[np.int64]
-
-
-def _clustered(flow: Flow, num_events: int, settings: Settings) -> tuple[NDArray[np.int64], NDArray[np.float64], _Members]:
-    """The two leading jets of each event: event; pT, eta, phi, mass, E; constituents."""
+def _clustered(
+    flow: Flow, num_events: int, settings: Settings
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
+    """The two leading jets of each event: event; pT, eta, phi, mass, E; number of constituents; the constituents of all."""
     import awkward as ak
     import fastjet
 
@@ -238,8 +227,8 @@ def _clustered(flow: Flow, num_events: int, settings: Settings) -> tuple[NDArray
     counts = np.asarray(ak.num(ak.flatten(inside, axis=1)), np.int64)
     within = np.asarray(ak.flatten(inside, axis=None), np.int64)
     starts = np.cumsum(per_event) - per_event
-    rows = within + np.repeat(starts[event], counts)
-    return event, np.stack([pt, np.arcsinh(pz / np.maximum(pt, 1e-9)), np.arctan2(py, px), mass, e], 1), _Members(counts, rows)
+    jets = np.stack([pt, np.arcsinh(pz / np.maximum(pt, 1e-9)), np.arctan2(py, px), mass, e], 1)
+    return event, jets, counts, within + np.repeat(starts[event], counts)
 
 
 @cache

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -73,10 +73,7 @@ def padded_inputs(jets: Jets, max_particles: int = MAX_PARTICLES) -> tuple[Tenso
     """Padded inputs, also for weaver-core's model: points, features, mask, each (jets, channels, particles)."""
     jets = jets.leading(max_particles)
     seen = torch.cat([jets.particles[:, 1:3], features(jets.particles, jets.jet[jets.owner])], 1)
-    full = torch.zeros(len(jets), max_particles, seen.shape[1])
-    mask = torch.zeros(len(jets), max_particles, 1)
-    full[jets.owner, jets.rank], mask[jets.owner, jets.rank] = seen, torch.ones(1)
-    full, mask = full.transpose(1, 2), mask.transpose(1, 2)
+    full, mask = (jets.pad(x, max_particles).transpose(1, 2) for x in (seen, torch.ones(len(seen), 1)))
     return full[:, :2].contiguous(), full[:, 2:].contiguous(), mask.contiguous()
 
 
@@ -139,8 +136,8 @@ class JetData(Indexed):
         total = int(self._host_counts[self._order[rows]].sum())
         chosen = self._order_there[rows]
         self._advance()
-        fits = self.capacity is not None and total <= self.capacity
-        return self._gather(chosen, self.capacity if fits and self.capacity is not None else total)
+        cloud, labels = self._gather(chosen, total)
+        return cloud if self.capacity is None or total > self.capacity else cloud.padded(self.capacity), labels
 
     def fetch(self, indices: slice | Tensor) -> tuple[Cloud, Tensor]:
         numbers = torch.arange(self.num_data)[indices] if isinstance(indices, slice) else indices.cpu()
@@ -151,19 +148,11 @@ class JetData(Indexed):
             yield self.fetch(slice(start, start + size))
 
     def _gather(self, chosen: Tensor, total: int) -> tuple[Cloud, Tensor]:
-        """These jets in `total` rows: as many as particles, or the capacity."""
+        """These jets, with `total` particles."""
         counts = self._cloud.counts[chosen]
         where = Rows.of(counts, total)
         rows = self._first[chosen][where.owner] + where.rank
-        if self.capacity is None:
-            parts: list[Any] = [tensor.index_select(0, rows) for tensor in self._cloud[1:]]
-            return Cloud(counts, *parts), self._labels[chosen]
-        padding, rows = ~where.real.unsqueeze(1), rows.clamp_max(len(self._cloud.points) - 1)
-        parts = [
-            tensor.index_select(0, rows).masked_fill(padding, empty)
-            for tensor, empty in zip(self._cloud[1:], (0, 0, NOBODY), strict=True)
-        ]
-        return Cloud(counts, *parts), self._labels[chosen]
+        return Cloud(counts, *(tensor.index_select(0, rows) for tensor in self._cloud[1:])), self._labels[chosen]
 
 
 def _default_capacity(counts: Tensor, batch_size: int) -> int:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from adammcmc.jets.data import KINDS, Jets
@@ -15,7 +14,7 @@ from adammcmc.jets.tagging import evaluate, groups, mean_by_pt, roc, scores_of
 from adammcmc.posterior.predictive import Prediction
 from adammcmc.posterior.store.whole import whole
 
-__all__ = ["draw", "draw_observables", "draw_others", "draw_tagging", "panel_groups", "panel_information", "panel_roc"]
+__all__ = ["draw", "draw_others", "draw_tagging", "panel_groups", "panel_information", "panel_roc"]
 
 # the colour-blind safe palette of Okabe and Ito; markers differ as well
 _OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
@@ -72,14 +71,16 @@ def panel_roc(axes: Any, prediction: Prediction, labels: Tensor) -> None:
 def panel_groups(axes: Any, prediction: Prediction, labels: Tensor) -> None:
     """Posterior spread by true class and correctness: median and middle half of the jets."""
     found = groups(scores_of(prediction), prediction.spread[:, 1], labels)
+    ticks = []
     for place, (name, band) in enumerate(found.items()):
+        kind, word = name.split(", ")
         low, middle, high = band.spread
-        colour = COLOURS[name.split(",")[0]]
+        colour = COLOURS[kind]
         axes.bar(place, high - low, bottom=low, width=0.6, color=colour, alpha=0.35)
         axes.hlines(middle, place - 0.3, place + 0.3, color=colour, linewidth=2.5)
         axes.annotate(f"{middle:.3f}", (place, high), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9)
-    names = [f"{LABELS[n.split(', ')[0]]}\n{n.split(', ')[1]}" for n in found]
-    axes.set_xticks(range(len(found)), [f"{name}\n({band.jets:,})" for name, band in zip(names, found.values(), strict=True)])
+        ticks.append(f"{LABELS[kind]}\n{word}\n({band.jets:,})")
+    axes.set_xticks(range(len(found)), ticks)
     axes.set(ylabel="spread of the score, 75% - 25%", title="Posterior spread, by class and correctness")
     axes.margins(y=0.2)
     axes.set_ylim(bottom=0)
@@ -110,27 +111,3 @@ def panel_information(axes: Any, seen: tuple[Jets, Prediction], others: tuple[Je
     axes.set_ylim(bottom=0)
     axes.legend(ncols=2, fontsize=7, loc="upper right")
     axes.set_ylim(top=1.35 * axes.get_ylim()[1])  # space for the legend
-
-
-def draw_observables(path: Path, samples: dict[str, dict[str, Tensor]], kinds: dict[str, Tensor]) -> None:
-    """Compare twelve observables of two samples, with top and QCD jets separate.
-
-    Args:
-        path: of the figure.
-        samples: name of a sample -> its observables by name.
-        kinds: name of a sample -> kinds of its jets.
-    """
-    names = list(next(iter(samples.values())))
-    with draw(path, 4, 3, size=(13, 8.5)) as panels:
-        for axes, name in zip(panels, names, strict=True):
-            together = torch.cat([sample[name] for sample in samples.values()])
-            edges = torch.linspace(float(together.quantile(0.002)), float(together.quantile(0.998)), 26)
-            for (sample, values), style in zip(samples.items(), ("-", "--"), strict=False):
-                for kind in ("qcd", "top"):
-                    chosen = values[name][kinds[sample] == KINDS.index(kind)].clamp(edges[0], edges[-1])
-                    heights, _ = torch.histogram(chosen.float(), edges)
-                    label = f"{LABELS[kind]}, {sample}"
-                    axes.stairs(heights / heights.sum(), edges, color=COLOURS[kind], label=label, linestyle=style)
-            axes.set_xlabel(name)
-            axes.set_yticks([])
-        axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 
 from adammcmc.jets.data import KINDS, Jets, jets_from_p4
-from adammcmc.jets.hdf5 import PandasTable, TableError, open_table
+from adammcmc.jets.hdf5 import TableError, open_table
 from adammcmc.posterior.store.archives import check_fits, read_npz
 from adammcmc.posterior.store.whole import whole
 
@@ -139,6 +140,8 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except (JetFileError, ImportError, MemoryError):
         raise
+    except TableError as error:
+        raise JetFileError(f"'{path}' {error}") from error
     except Exception as error:  # each library raises exceptions of its own for damaged files
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]  # HDF5 puts a page before the last
         raise JetFileError(f"'{path}' cannot be read ({type(error).__name__}: {lines[-1]}). Is it complete?") from error
@@ -155,13 +158,11 @@ def _checked(path: Path, jets: Jets, first: int) -> Jets:
     return jets
 
 
-def _need(module: str, extra: str = "physics") -> Any:
-    import importlib
-
+def _need(module: str) -> Any:
     try:
-        return importlib.import_module(module)
+        return import_module(module)
     except ImportError as error:
-        raise ImportError(f"this file needs {error.name}. Run: pip install 'adammcmc[{extra}]'", name=error.name) from error
+        raise ImportError(f"this file needs {error.name}. Run: pip install 'adammcmc[physics]'", name=error.name) from error
 
 
 def _require(path: Path, wanted: Iterable[str], present: Iterable[str]) -> None:
@@ -175,31 +176,21 @@ def _require(path: Path, wanted: Iterable[str], present: Iterable[str]) -> None:
 # --- readers: path, chunk -> parts ----------------------------------------------------------------------------------------
 
 
-_MOMENTA = ("PX_", "PY_", "PZ_")
-
-
 def _read_reference(path: Path, chunk: int) -> Iterator[Jets]:
-    try:
-        with open_table(path, _need) as table:
-            yield from _reference_jets(path, table, chunk)
-    except TableError as error:
-        raise JetFileError(f"'{path}' {error}") from error
-
-
-def _reference_jets(path: Path, table: PandasTable, chunk: int) -> Iterator[Jets]:
-    width = max((int(name[3:]) + 1 for name in table.columns if name[:3] in _MOMENTA), default=1)
-    width = max(1, min(width, len(table.columns)))  # a name may claim any number
-    columns = [f"{name}_{i}" for i in range(width) for name in ("E", "PX", "PY", "PZ")]
-    _require(path, [*columns, "is_signal_new"], table.columns)
-    start = 0
-    for rows in table.rows(chunk):
-        p4 = torch.from_numpy(table.values(rows, columns, np.float32).reshape(len(rows), -1, 4))
-        label = table.values(rows, ["is_signal_new"], np.float64)[:, 0]
-        if not np.isin(label, (0, 1)).all():
-            event = start + int(np.argmin(np.isin(label, (0, 1))))
-            raise JetFileError(f"'{path}': is_signal_new of event {event} is neither 0 nor 1.")
-        start += len(rows)
-        yield jets_from_p4(p4, torch.from_numpy(label.astype(np.int64)))
+    with open_table(path, _need) as table:
+        width = max((int(name[3:]) + 1 for name in table.columns if name[:3] in ("PX_", "PY_", "PZ_")), default=1)
+        width = max(1, min(width, len(table.columns)))  # a name may claim any number
+        columns = [f"{name}_{i}" for i in range(width) for name in ("E", "PX", "PY", "PZ")]
+        _require(path, [*columns, "is_signal_new"], table.columns)
+        start = 0
+        for rows in table.rows(chunk):
+            p4 = torch.from_numpy(table.values(rows, columns, np.float32).reshape(len(rows), -1, 4))
+            label = table.values(rows, ["is_signal_new"], np.float64)[:, 0]
+            if not np.isin(label, (0, 1)).all():
+                event = start + int(np.argmin(np.isin(label, (0, 1))))
+                raise JetFileError(f"'{path}': is_signal_new of event {event} is neither 0 nor 1.")
+            start += len(rows)
+            yield jets_from_p4(p4, torch.from_numpy(label.astype(np.int64)))
 
 
 _JETCLASS = {
@@ -233,7 +224,7 @@ def _read_jetclass(path: Path, chunk: int) -> Iterator[Jets]:
                 event = start + int(uneven.argmax())
                 raise JetFileError(f"'{path}': event {event} has unequal numbers of {', '.join(momenta)}.")
             start += len(part)
-            width = max(1, int(ak.max(ak.num(part["part_px"]), initial=1)))
+            width = int(numbers[0].max(initial=1))
             _check_rectangle(path, len(part), width)
             columns = [ak.to_numpy(ak.fill_none(ak.pad_none(part[name], width), 0.0)) for name in momenta]
             p4 = torch.from_numpy(np.stack(columns, -1).astype(np.float32))
@@ -343,7 +334,7 @@ class Format(NamedTuple):
     """How a kind of file is read, and written if it can be."""
 
     read: Callable[[Path, int], Iterator[Jets]]
-    """(path, chunk) -> the jets, about `chunk` at a time. Raises `JetFileError` for a damaged file."""
+    """(path, chunk) -> the jets, about `chunk` at a time. Its errors reach users as a `JetFileError`."""
     write: Callable[[Path, Jets], None] | None = None
 
 

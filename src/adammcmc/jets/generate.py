@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
+from importlib import import_module
 from importlib.metadata import version
 from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.connection import wait
@@ -55,22 +56,18 @@ def generate(
     _check_installed()
     folder = Path(folder)
     _claim(folder, settings)
-    names = [(kind, i, size) for kind, number in wanted.items() for i, size in _shards(number, settings.shard_size)]
+    size = settings.shard_size
+    names = [(kind, i, min(size, n - i * size)) for kind, n in wanted.items() for i in range(-(-n // size))]
     names.sort(key=lambda name: (name[1], name[0]))  # alternate the kinds: a run that is stopped early has some of each
     paths = [folder / f"{kind}-{i:05d}.npz" for kind, i, _ in names]
     missing = [(path, *name) for path, name in zip(paths, names, strict=True) if not _is_made(path, name[2])]
-    total, done = sum(size for *_, size in missing), 0
+    total, done = sum(jets for *_, jets in missing), 0
     with show_bar("generating", show=progress, unit="jets") as bar:
         bar.update(0, total)
-        for size in _made(missing, settings, min(workers or _cores(), max(1, len(missing)))):
-            done += size
+        for jets in _made(missing, settings, min(workers or _cores(), max(1, len(missing)))):
+            done += jets
             bar.update(done, total)
     return paths
-
-
-def _shards(number: int, size: int) -> Iterator[tuple[int, int]]:
-    for i in range(-(-number // size)):
-        yield i, min(size, number - i * size)
 
 
 def _made(jobs: list[tuple[Path, str, int, int]], settings: Settings, workers: int) -> Iterator[int]:
@@ -155,9 +152,8 @@ def _claim(folder: Path, settings: Settings) -> None:
 
 def _check_installed() -> None:
     try:
-        import awkward  # noqa: F401
-        import fastjet  # noqa: F401
-        import pythia8mc  # noqa: F401
+        for module in ("awkward", "fastjet", "pythia8mc"):
+            import_module(module)
     except ImportError as error:
         raise ImportError(
             f"generating jets needs {error.name}. Run: pip install --only-binary :all: 'adammcmc[jets]'", name=error.name

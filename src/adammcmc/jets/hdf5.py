@@ -68,13 +68,10 @@ class PandasTable:
     columns: dict[str, tuple[str, int]]
     """Name -> the field of a row, and the index in that field."""
 
-    def __len__(self) -> int:
-        return int(self.dataset.shape[0])
-
     def rows(self, chunk: int) -> Iterator[Array]:
         """All rows, at most `chunk` at a time."""
         size = max(1, min(chunk, _LARGEST_READ // self.dataset.dtype.itemsize))
-        for start in range(0, len(self), size):
+        for start in range(0, int(self.dataset.shape[0]), size):
             yield self.dataset[start : start + size]
 
     def values(self, rows: Array, names: list[str], dtype: type[np.floating[Any]]) -> Array:

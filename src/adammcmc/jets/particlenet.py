@@ -77,14 +77,6 @@ class Cloud(NamedTuple):
         return Cloud(self.counts, points, features, F.pad(self.neighbours, (0, 0, 0, more), value=NOBODY))
 
 
-class _RowNorm(nn.BatchNorm2d):
-    """BatchNorm over (rows, channels): two to three times faster than over an image of single points, on any device."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() != 2:
-            raise ValueError(f"rows must be (rows, channels), got {tuple(input.shape)}.")
-
-
 class EdgeConv(nn.Module):
     """One block. Its weights have the names and shapes of weaver-core."""
 
@@ -95,7 +87,8 @@ class EdgeConv(nn.Module):
         super().__init__()
         sizes = [2 * in_channels, *channels]
         self.convs = nn.ModuleList(nn.Conv2d(a, b, 1, bias=False) for a, b in pairwise(sizes))
-        self.bns = nn.ModuleList(_RowNorm(b) for b in channels)
+        # over (rows, channels): two to three times faster than over an image of single points, on any device
+        self.bns = nn.ModuleList(nn.BatchNorm1d(b) for b in channels)
         self.sc: nn.Module | None = None
         if in_channels != channels[-1]:
             self.sc = nn.Conv1d(in_channels, channels[-1], 1, bias=False)
@@ -220,7 +213,7 @@ class ParticleNet(nn.Module):
             return False
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return False
-        norms = [m for m in self.modules() if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d)]
+        norms = [m for m in self.modules() if isinstance(m, nn.BatchNorm1d)]
         return all(m.affine and m.track_running_stats and (m.momentum is not None or not m.training) for m in norms)
 
     def _jets_by_kernels(self, cloud: Cloud) -> Tensor:
@@ -310,7 +303,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 def _norm(bn: nn.Module, x: Tensor, real: Tensor | None) -> Tensor:
     """BatchNorm of (rows, channels), with the statistics of the `real` rows, (rows, 1)."""
-    assert isinstance(bn, nn.BatchNorm1d | nn.BatchNorm2d)
+    assert isinstance(bn, nn.BatchNorm1d)
     if real is None or not bn.training or bn.momentum is None or bn.running_mean is None or bn.running_var is None:
         out: Tensor = bn(x)
         return out

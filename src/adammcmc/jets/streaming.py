@@ -37,13 +37,6 @@ class StreamedJets(Data):
         num_neighbours: of the first graph; the network's k.
     """
 
-    _epoch: int
-    _number: int
-    """Index of the group in its epoch."""
-    _position: int
-    """Index of the next batch in its group."""
-    _group: JetData | None
-
     def __init__(
         self,
         paths: str | Path | Sequence[str | Path],
@@ -60,7 +53,7 @@ class StreamedJets(Data):
         self.batch_size: int = batch_size
         self._chunk_size, self._kinds, self._device, self._k = chunk_size, kinds, device, num_neighbours
         self._capacity: int | None = None
-        heads = [self._heads(file) for file in self.files]
+        heads = [Jets.cat([Jets.empty(), *(part.heads for part in self._read(file))]) for file in self.files]
         self._counts = [len(part) for part in heads]
         self.heads = Jets.cat(heads)
         """The jets without their particles, in the order of the files."""
@@ -71,6 +64,11 @@ class StreamedJets(Data):
                     f"'{file}' holds {count:,} jets, more than `chunk_size` = {chunk_size:,}: write it in shards, or raise it."
                 )
         self.restart(0)
+
+    def restart(self, seed: int) -> None:
+        # the next batch: its epoch, the number of its group in the epoch, its position in the group
+        self._seed, self._epoch, self._number, self._position = seed, 0, 0, 0
+        self._group: JetData | None = None
 
     def __len__(self) -> int:
         return self.num_data
@@ -84,22 +82,19 @@ class StreamedJets(Data):
         tops = int((self.kind == 1).sum())
         return f"<StreamedJets: {self.num_data:,} ({tops:,} top) in {len(self.files)} files, {self._chunk_size:,} in memory>"
 
-    def _heads(self, file: Path) -> Jets:
-        return Jets.cat([Jets.empty(), *(part.heads for part in self._read(file))])
-
     def _read(self, file: Path) -> Iterator[Jets]:
         for part in stream_jets(file):
             yield part if self._kinds is None else part.of_kind(*self._kinds)
 
-    def _groups(self, epoch: int) -> tuple[list[int] | None, ...]:
-        """The files of each group of this epoch, then None. A group that does not fill a batch is skipped."""
+    def _groups(self, epoch: int) -> list[list[int]]:
+        """The files of each group of this epoch. A group that does not fill a batch is skipped."""
         generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch))
         groups: list[list[int]] = [[]]
         for file in torch.randperm(len(self.files), generator=generator).tolist():
             if groups[-1] and sum(self._counts[i] for i in groups[-1]) + self._counts[file] > self._chunk_size:
                 groups.append([])
             groups[-1].append(file)
-        return (*(group for group in groups if sum(self._counts[i] for i in group) >= self.batch_size), None)
+        return [group for group in groups if sum(self._counts[i] for i in group) >= self.batch_size]
 
     def _load(self, files: Sequence[int]) -> JetData:
         jets = Jets.cat(part for i in files for part in self._read(self.files[i]))
@@ -113,27 +108,25 @@ class StreamedJets(Data):
     def __next__(self) -> Batch:
         if self._group is None:
             groups = self._groups(self._epoch)
-            files = groups[self._number]
-            if groups == (None,):
+            if not groups:
                 raise ValueError(f"{self.num_data} jets do not fill a batch of {self.batch_size}.")
-            if files is None:
+            if self._number == len(groups):
                 self._epoch, self._number = self._epoch + 1, 0
                 return next(self)
-            group = self._load(files)
-            state = {"seed": derive_seed(self._seed, self._epoch, self._number), "epoch": 0, "position": self._position}
-            group.load_state_dict({**state, "batch_size": self.batch_size})
-            self._group = group
-        group = self._group
-        batch = next(group)
+            self._group = self._load(groups[self._number])
+            seed = derive_seed(self._seed, self._epoch, self._number)
+            state = {"seed": seed, "epoch": 0, "position": self._position, "batch_size": self.batch_size}
+            self._group.load_state_dict(state)
+        batch = next(self._group)
         self._position += 1
-        if self._position == group.num_batches:
+        if self._position == self._group.num_batches:
             self._group, self._number, self._position = None, self._number + 1, 0
         return batch
 
     @property
     def num_batches(self) -> int:
         """Of the first epoch. Other epochs may differ slightly, by jets that do not fill a batch."""
-        return sum(sum(self._counts[i] for i in group) // self.batch_size for group in self._groups(0) if group)
+        return sum(sum(self._counts[i] for i in group) // self.batch_size for group in self._groups(0))
 
     def in_order(self, size: int) -> Iterator[Batch]:
         for file in self.files:
@@ -155,20 +148,16 @@ class StreamedJets(Data):
         jets = Jets.cat(parts)[torch.cat(order).argsort()]
         return JetData(jets, device=self._device, num_neighbours=self._k).fetch(slice(None))
 
-    def restart(self, seed: int) -> None:
-        self._seed, self._epoch, self._number, self._position = seed, 0, 0, 0
-        self._group = None
-
     def state_dict(self) -> dict[str, Any]:
         # ("at_once" is the name of the chunk size in stored runs)
         where = {"seed": self._seed, "epoch": self._epoch, "group": self._number, "position": self._position}
         return {**where, "batch_size": self.batch_size, "at_once": self._chunk_size, "capacity": self._capacity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        stored = {"batch_size": state["batch_size"], "chunk_size": state["at_once"]}
-        for name, value in (("batch_size", self.batch_size), ("chunk_size", self._chunk_size)):
-            if stored[name] != value:
-                raise ValueError(f"the run had {name} = {stored[name]}, these data have {value}.")
+        sizes = ("batch_size", state["batch_size"], self.batch_size), ("chunk_size", state["at_once"], self._chunk_size)
+        for name, stored, here in sizes:
+            if stored != here:
+                raise ValueError(f"the run had {name} = {stored}, these data have {here}.")
         self.restart(state["seed"])
         self._epoch, self._number, self._position = state["epoch"], state["group"], state["position"]
         self._capacity = state.get("capacity")

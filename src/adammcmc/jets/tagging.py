@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -147,10 +147,7 @@ class Tagging:
 
 def as_json(numbers: Tagging) -> str:
     """The metrics as JSON; null where one is not finite (no background above the cut)."""
-    plain = {
-        field.name: value._asdict() if isinstance(value := getattr(numbers, field.name), Measured) else value
-        for field in fields(numbers)
-    }
+    plain = {name: value._asdict() if isinstance(value, Measured) else value for name, value in vars(numbers).items()}
     plain["groups"] = {name: band._asdict() for name, band in numbers.groups.items()}
     return json.dumps(strict_json(plain), indent=1, allow_nan=False) + "\n"
 
@@ -206,9 +203,7 @@ def mean_by_pt(values: Tensor, jets: Jets, edges: Sequence[float]) -> dict[str, 
         for low, high in pairwise(edges):
             inside = (jets.kind == number) & (jets.jet[:, 0] >= low) & (jets.jet[:, 0] < high)
             if bool(inside.any()):
-                chosen = values[inside].double()
-                mean = Measured(float(chosen.mean()), _variance_of_mean(chosen) ** 0.5)
-                found.setdefault(name, []).append(Bin(low, high, len(chosen), mean))
+                found.setdefault(name, []).append(Bin(low, high, int(inside.sum()), _mean(values[inside].double())))
     return found
 
 
@@ -251,7 +246,7 @@ def compare_kinds(held_out: Prediction, others: Jets, unseen: Prediction) -> lis
                 int(chosen.sum()),
                 (float(low), float(high)),
                 float((scores > 0.5).double().mean()),
-                Measured(float(information.mean()), _variance_of_mean(information.double()) ** 0.5),
+                _mean(information),
                 float(at_equal_score(known, known_scores, scores).mean()),
                 auc(torch.cat([known, information]), is_other),
             )
@@ -346,8 +341,8 @@ def _checked(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return scores.double().cpu(), is_signal.cpu()
 
 
-def _variance_of_mean(x: Tensor) -> float:
-    return float(x.var() / len(x)) if len(x) > 1 else float("nan")
+def _mean(x: Tensor) -> Measured:
+    return Measured(float(x.mean()), float(x.double().var() / len(x)) ** 0.5 if len(x) > 1 else float("nan"))
 
 
 def _quartiles(x: Tensor) -> tuple[float, float, float]:
