@@ -311,8 +311,8 @@ MUTANTS = [
     Mutant(
         "entropy of one draw in place of the mean's",
         "posterior/uncertainty.py",
-        "_entropy(predictions.double().mean(0), 1, is_binary)",
-        "_entropy(predictions.double()[0], 1, is_binary)",
+        "_entropy(predictions.double().mean(0), is_binary)",
+        "_entropy(predictions.double()[0], is_binary)",
         "tests/test_uncertainty.py",
     ),
     Mutant(
@@ -395,8 +395,8 @@ MUTANTS = [
     Mutant(
         "a probe that leaves its random numbers behind",
         "posterior/predictive.py",
-        "torch.set_rng_state(before[0])",
-        "pass",
+        'with torch.random.fork_rng([device] if device.type == "cuda" else []), self._evaluator.evaluating():',
+        "with self._evaluator.evaluating():",
         "tests/test_predictive.py",
     ),
     Mutant(

@@ -350,6 +350,14 @@ def test_moments_alone_have_their_traces(tmp_path: Path) -> None:
     assert "12 draws of 2 chains" in Page(path.read_text()).words
 
 
+def test_self_tests_keep_their_chain_if_the_checkpoint_of_another_is_lost(tmp_path: Path) -> None:
+    posterior = sampled(EXACT, num_draws=4, burn_in=0, stacked=False)
+    posterior.store._saved.pop(0)  # type: ignore[attr-defined]
+    page = write_report(posterior, tmp_path / "page.html").read_text()
+    table = page[page.index("<caption>Self-tests") :]
+    assert re.findall(r'<th scope="row">(.*?)</th>', table[: table.index("</table>")]) == ["chain 1"]
+
+
 def test_odd_names_are_quoted_in_addresses(well: tuple[Path, Posterior], tmp_path: Path) -> None:
     name = "50% of #1? a:b"
     path = well[1].report(tmp_path / f"{name}.html", progress=False)

@@ -42,20 +42,17 @@ class Measured(NamedTuple):
     error: float
 
     def __str__(self) -> str:
-        return self._format("")
+        if not (math.isfinite(self.value) and math.isfinite(self.error)):
+            return f"{self.value:.4g}" + " (error unknown)" * math.isfinite(self.value)
+        if self.error == 0:
+            return f"{self.value:.4g} +- 0"
+        digits = max(0, 1 - int(f"{self.error:.1e}".partition("e")[2]))
+        return f"{self.value:.{digits}f} +- {self.error:.{digits}f}"
 
     @property
     def with_sign(self) -> str:
         """As `str`, with a leading + or -."""
-        return self._format("+")
-
-    def _format(self, sign: str) -> str:
-        if not (math.isfinite(self.value) and math.isfinite(self.error)):
-            return f"{self.value:{sign}.4g}" + " (error unknown)" * math.isfinite(self.value)
-        if self.error == 0:
-            return f"{self.value:{sign}.4g} +- 0"
-        digits = max(0, 1 - int(f"{self.error:.1e}".partition("e")[2]))
-        return f"{self.value:{sign}.{digits}f} +- {self.error:.{digits}f}"
+        return str(self) if str(self).startswith("-") else f"+{self}"
 
 
 def _by_row(values: Tensor) -> Tensor:
@@ -84,7 +81,7 @@ def _independent(hits: Tensor, counts: Tensor) -> Tensor:
     """The effective number of independent outputs, given the hits among the outputs of each example, (examples, ...).
 
     From the number of outputs, if those of an example are independent, to the number of examples, if they are right or
-    wrong together; this is assumed where the data cannot tell: all right, all wrong, or one example.
+    wrong together; this is assumed where the data do not show it: all right, all wrong, or one example.
     """
     total = counts.sum(0)
     share = hits.sum(0) / total
@@ -125,12 +122,9 @@ class _Classes:
         if bool(((labels < 0) | (labels >= number) | (labels != labels.long())).any()):
             raise ValueError(f"labels must be 0 to {number - 1}, got {float(labels.min()):g} to {float(labels.max()):g}.")
         self.p, self.labels = p.clamp(0, 1), labels.long()
-
-    @property
-    def hits(self) -> Tensor:
-        """1 where the most probable class is the label, else 0."""
         chosen = (self.p > 0.5).long() if self.is_binary else self.p.argmax(1)
-        return (chosen == self.labels).double()
+        self.hits = (chosen == self.labels).double()
+        """1 where the most probable class is the label, else 0."""
 
 
 def accuracy(probabilities: Tensor, targets: Tensor) -> Measured:
@@ -352,8 +346,8 @@ def average_precision(scores: Tensor, labels: Tensor) -> Measured:
         >>> round(average_precision(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1])).value, 4)
         0.8333
     """
-    true, false = _counts(*_checked_labels(scores, labels))
-    ones, zeros = torch.diff(true, prepend=true.new_zeros(1)), torch.diff(false, prepend=false.new_zeros(1))
+    ones, zeros = _counts(scores, labels)
+    true, false = ones.cumsum(0), zeros.cumsum(0)
     total, number = true + false, true[-1]
     precision = true / total
     value = (ones * precision).sum() / number
@@ -376,7 +370,7 @@ def fpr_at_tpr(scores: Tensor, labels: Tensor, tpr: float = 0.95) -> Measured:
     """
     if not 0 < tpr <= 1:
         raise ValueError(f"`tpr` must lie between 0 and 1, got {tpr}.")
-    true, false = _counts(*_checked_labels(scores, labels))
+    true, false = (counts.cumsum(0) for counts in _counts(scores, labels))
 
     def passed(share: float) -> float:
         first = int((true < share * true[-1] * (1 - 1e-12)).sum())
@@ -409,12 +403,11 @@ def detection(inside: Tensor, outside: Tensor) -> Detection:
     return Detection(*(measure(scores, is_outside) for measure in (auroc, average_precision, fpr_at_tpr)))
 
 
-def _counts(scores: Tensor, is_one: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of label 1 and label 0 above each cut, as it falls over all scores, (cuts,)."""
-    order = scores.argsort(descending=True)
-    ordered, hits = scores[order], is_one[order].double()
-    last_of_ties = torch.cat([ordered[1:] != ordered[:-1], torch.ones(1, dtype=torch.bool)])
-    return hits.cumsum(0)[last_of_ties], (1 - hits).cumsum(0)[last_of_ties]
+def _counts(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers of label 1 and label 0 at each different score, the highest first, (scores,)."""
+    scores, is_one = _checked_labels(scores, labels)
+    _, place = torch.unique(-scores, return_inverse=True)
+    return torch.bincount(place, is_one.double()), torch.bincount(place, (~is_one).double())
 
 
 def _checked_labels(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -443,8 +436,9 @@ def _table(title: str, rows: Mapping[str, object]) -> str:
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
 
 
-def _examples(number: int) -> str:
-    return f"{number:,} example{'s' * (number != 1)}"
+def plural(count: int, noun: str) -> str:
+    """The count and the noun, as in "2 examples"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 @dataclass(frozen=True)
@@ -466,7 +460,7 @@ class ClassScores:
     def verdict(self) -> str:
         """One line."""
         if self.ece.is_by_chance:
-            return f"calibrated, as far as {_examples(self.num_examples)} can tell"
+            return f"calibrated, as far as {plural(self.num_examples, 'example')} can tell"
         gap, error = self.overconfidence
         if abs(gap) < 2 * error:
             return "not calibrated: some probabilities are too high, others too low; see the reliability curve"
@@ -487,7 +481,7 @@ class ClassScores:
         return rows | {f"errors, by {name}": half.format(c.at(0.5), c.at(1.0)) for name, c in self.selective.items()}
 
     def __str__(self) -> str:
-        return _table(f"{_examples(self.num_examples)}: {self.verdict}", self.numbers)
+        return _table(f"{plural(self.num_examples, 'example')}: {self.verdict}", self.numbers)
 
 
 class Coverage(NamedTuple):
@@ -531,7 +525,7 @@ class ValueScores:
             return "intervals for the mean values, without target noise: they contain fewer targets than their level"
         off = [c for c in self.coverage if abs(c.share - c.level) > 2.5 * c.error]
         if not off:
-            return f"interval coverage is right, as far as {_examples(self.num_examples)} can tell"
+            return f"interval coverage is right, as far as {plural(self.num_examples, 'example')} can tell"
         worst = max(off, key=lambda c: abs(c.share - c.level) / c.error)
         word = "narrow" if worst.share < worst.level else "wide"
         return f"intervals are too {word}: {worst.level:.0%} intervals contain {worst.share:.1%} of the targets"
@@ -548,7 +542,7 @@ class ValueScores:
         return {name: str(value) for name, value in rows.items() if value is not None}
 
     def __str__(self) -> str:
-        return _table(f"{_examples(self.num_examples)}: {self.verdict}", self.numbers | {"intervals": self.intervals})
+        return _table(f"{plural(self.num_examples, 'example')}: {self.verdict}", self.numbers | {"intervals": self.intervals})
 
 
 def score(
@@ -648,13 +642,9 @@ def _place(prediction: Prediction, y: Tensor) -> Tensor:
     means, variances = prediction.raw, prediction.raw_variances
     if means is None or variances is None:
         means, variances = prediction.mean[None], prediction.total_variance[None]
-    place = []
     size = max(1, _CHUNK // max(1, len(means) * y[0].numel()))
-    for part in range(0, len(y), size):
-        rows = slice(part, part + size)
-        z = (y[rows] - means[:, rows].double()) / variances[:, rows].double().sqrt()
-        place.append(torch.special.ndtr(z).mean(0))
-    return torch.cat(place)
+    parts = zip(torch.split(y, size), torch.split(means, size, 1), torch.split(variances, size, 1), strict=True)
+    return torch.cat([torch.special.ndtr((own - m.double()) / v.double().sqrt()).mean(0) for own, m, v in parts])
 
 
 @dataclass(frozen=True)
@@ -667,7 +657,7 @@ class OutOfDistribution:
     """By "mutual information", "entropy" and "spread"; in regression by "spread"."""
 
     def __str__(self) -> str:
-        title = f"{_examples(self.num_outside)} out of distribution, {self.num_inside:,} in distribution"
+        title = f"{plural(self.num_outside, 'example')} out of distribution, {self.num_inside:,} in distribution"
         return _table(title, {f"by {name}": found for name, found in self.by.items()})
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from adammcmc.errors import StoreMismatch
-from adammcmc.posterior.diagnosis import Values, layer_series
-from adammcmc.posterior.draws import Draws
+from adammcmc.posterior.diagnosis import compare, layer_series
 from adammcmc.posterior.store.folder import FolderStore, Store
+
+if TYPE_CHECKING:
+    from adammcmc.posterior.posterior import Posterior
 
 __all__ = ["save_run", "to_arviz"]
 
 
-def save_run(store: Store, path: Path) -> None:
+def save_run(store: Store, path: Path) -> Path:
     """Copy a run to a new folder, completely or not at all."""
     if (path / "run.json").exists():
         raise StoreMismatch(f"'{path}' holds a run already: choose another path.")
@@ -47,35 +48,36 @@ def save_run(store: Store, path: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         raise
     copy.close()
+    return path
 
 
-def to_arviz(draws: Draws, model: nn.Module, target: str, predict: Values | None, *, weights: bool) -> Any:
-    """See `Posterior.to_arviz`; `predict` returns the function values of the draws of some chains."""
+def to_arviz(posterior: Posterior, inputs: Any, options: dict[str, Any], *, weights: bool) -> Any:
+    """See `Posterior.to_arviz`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # ArviZ's own, about its next version
         try:
             import arviz
         except ImportError as error:
             raise ImportError("`to_arviz` needs ArviZ. Run: pip install 'adammcmc[diagnostics]'") from error
-    if not draws.records:
+    if len(posterior) == 0:
         raise ValueError("this run kept no draws of the weights (keep='moments'): there is no posterior to convert.")
-    compared = draws.compared(draws.records)
+    compared = compare(posterior.index, posterior.chain_numbers)
     chains = compared.chains
-    layers = layer_series(draws, model, chains)
+    layers = layer_series(posterior, chains)
     variables = {"layer_norm": torch.stack([s.values[:, :, 0] for s in layers], 2).numpy()}
     coords: dict[str, Any] = {"layer": [s.name.removeprefix("layer ") for s in layers], "chain": chains}
     dims = {"layer_norm": ["layer"]}
-    if predict is not None:
-        variables["prediction"] = predict(chains).numpy()
+    if inputs is not None:
+        variables["prediction"] = posterior.function_values(inputs, **options).numpy()
         dims["prediction"] = ["number"]
     if weights:
-        tensors = [draws.store.load(record) for record in compared.records]
-        for name, p in model.named_parameters():
+        tensors = [posterior.store.load(record) for record in compared.records]
+        for name, p in posterior.model.named_parameters():
             stacked = torch.stack([draw[name].float() for draw in tensors])
             variables[name] = stacked.reshape(len(chains), -1, *p.shape).numpy()
     stats = {name: compared.column(name).numpy() for name in ("acceptance_rate", "loss", "potential", "num_accepted")}
     stats["lp"] = -stats["potential"]
-    attributes = {"target": target, "inference_library": "adammcmc"}
+    attributes = {"target": posterior.target, "inference_library": "adammcmc"}
     with warnings.catch_warnings():
         # ArviZ suspects swapped axes if there are more chains than draws
         warnings.filterwarnings("ignore", "More chains", UserWarning)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from adammcmc.errors import StoreMismatch
 from adammcmc.posterior.calibration import ClassScores, ValueScores, score
 from adammcmc.posterior.checkpoints import chain_settings, chain_states
-from adammcmc.posterior.diagnosis import Diagnosis, Values
-from adammcmc.posterior.draws import Draws
+from adammcmc.posterior.diagnosis import Compared, Diagnosis, by_chain, compare
 from adammcmc.posterior.export import save_run, to_arviz
 from adammcmc.posterior.moments import Moments
 from adammcmc.posterior.predictive import Forward, Prediction, predict
@@ -52,7 +51,10 @@ class Posterior:
     ) -> None:
         self.store = store
         self.model = bare(model)
-        self._draws = Draws(store, records, chains)
+        self._records = list(store.kept() if records is None else records)
+        self._chains = list(range(store.manifest["configuration"]["num_chains"]) if chains is None else chains)
+        self.is_slice = records is not None and chains is None
+        """Whether these are some of the draws, chosen one by one."""
 
     @classmethod
     def open(cls, path: str | Path, model: nn.Module) -> Posterior:
@@ -67,7 +69,7 @@ class Posterior:
         return cls(store, model)
 
     def __len__(self) -> int:
-        return len(self._draws.records)
+        return len(self._records)
 
     @overload
     def __getitem__(self, draw: int) -> dict[str, Tensor]: ...
@@ -75,51 +77,65 @@ class Posterior:
     def __getitem__(self, draw: slice) -> Posterior: ...
     def __getitem__(self, draw: int | slice) -> dict[str, Tensor] | Posterior:
         if isinstance(draw, slice):
-            return Posterior(self.store, self.model, self._draws.records[draw])
-        return self._draws.load(self._draws.records[draw])
+            return Posterior(self.store, self.model, self._records[draw])
+        return self._load(self._records[draw])
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return map(self._draws.load, self._draws.records)
+        return map(self._load, self._records)
+
+    def _load(self, record: Record) -> dict[str, Tensor]:
+        return {name: x.clone() for name, x in self.store.load(record).items()}
 
     @property
     def index(self) -> list[Record]:
         """The record of each draw: chain, draw, step, loss, potential, acceptance_rate, ..."""
-        return [dict(record) for record in self._draws.records]
+        return [dict(record) for record in self._records]
 
     @property
     def made(self) -> list[Record]:
         """As `index`, including draws whose weights were not kept."""
-        return self._draws.made
+        return list(self._records) if self.is_slice else [r for r in self.store.index if r["chain"] in self._chains]
 
     @property
     def num_chains(self) -> int:
-        return len(self._draws.chains)
+        return len(self._chains)
 
     @property
     def chain_numbers(self) -> list[int]:
         """The chains of the run that these draws belong to."""
-        return list(self._draws.chains)
+        return list(self._chains)
 
     def chain(self, chain: int) -> Posterior:
         """The draws of one chain."""
-        self._draws.check_chain(chain)
-        return Posterior(self.store, self.model, [r for r in self._draws.records if r["chain"] == chain], [chain])
+        self._check_chain(chain)
+        return Posterior(self.store, self.model, [r for r in self._records if r["chain"] == chain], [chain])
+
+    def _check_chain(self, chain: int) -> None:
+        if chain not in self._chains:
+            raise ValueError(f"`chain` must be one of {', '.join(map(str, self._chains))}, got {chain}.")
 
     def trace(self, name: str) -> Tensor:
         """A column of the index, such as "loss" or "potential", (chains, draws), float64, cut to the shortest chain.
 
         It includes draws whose weights were not kept (keep="moments" or k).
         """
-        return self._draws.trace(name)
+        made = self.made
+        for record in made:
+            if name not in record or not isinstance(record[name], int | float | None):
+                known = sorted(key for key, value in record.items() if isinstance(value, int | float))
+                raise ValueError(f"there is no trace of '{name}'. Known: {', '.join(known)}.")
+        rows = by_chain(made)
+        length = min(map(len, rows.values()), default=0)
+        return Compared(list(rows), [own[:length] for own in rows.values()], []).column(name)
 
     def moments(self) -> Moments:
         """Mean and variance of each weight over all draws, including those that were not kept (keep="moments" or k)."""
         moments = Moments()
-        if self.store.manifest["keep"] == "draws" or self._draws.is_slice:
+        if self.store.manifest["keep"] == "draws" or self.is_slice:
             for draw in self:
                 moments.add(draw)
             return moments
-        for state in chain_states(self.store, self._draws.chains).values():
+        for state in chain_states(self.store, self._chains).values():
             if state.moments is not None:
                 moments.merge(Moments(state.moments))
         return moments
@@ -131,7 +147,7 @@ class Posterior:
 
     def health(self) -> list[Health]:
         """The self-tests of each chain since its burn-in ended."""
-        return list(Diagnosis(self._draws).health().values())
+        return list(Diagnosis(self).health().values())
 
     def settings(self, chain: int) -> dict[str, Any]:
         """The settings of one chain as arguments of its sampler: a second run can use them without tuning.
@@ -150,7 +166,7 @@ class Posterior:
             >>> sorted(again.settings(0))
             ['inverse_temperature', 'preconditioner', 'step_size']
         """
-        self._draws.check_chain(chain)
+        self._check_chain(chain)
         return chain_settings(self.store, chain, self.model)
 
     def save(self, path: str | Path) -> Path:
@@ -164,16 +180,14 @@ class Posterior:
         Returns:
             The folder.
         """
-        if not self._draws.is_whole:
+        if self.is_slice or self.num_chains < self.store.manifest["configuration"]["num_chains"]:
             raise ValueError("only a whole run can be saved: save the posterior that this slice was taken from.")
-        path = Path(path).expanduser()
-        save_run(self.store, path)
-        return path
+        return save_run(self.store, Path(path).expanduser())
 
     def __str__(self) -> str:
-        made = sum(record["chain"] in self._draws.chains for record in self.store.index)
+        made = sum(record["chain"] in self._chains for record in self.store.index)
         kept = f"{made} draws, moments only" if self.store.manifest["keep"] == "moments" else f"{len(self)} draws"
-        diagnosis = Diagnosis(self._draws)
+        diagnosis = Diagnosis(self)
         first = f"posterior: {kept} of {self._chains_in_words}{diagnosis.effective_draws()}"
         return "\n  ".join([first, f"target: {self.target}", *diagnosis.verdicts()])
 
@@ -186,7 +200,7 @@ class Posterior:
 
     def verdicts(self) -> list[str]:
         """A line for each chain, and one on their agreement: what `print` shows below the target."""
-        return Diagnosis(self._draws).verdicts()
+        return Diagnosis(self).verdicts()
 
     def predict(
         self,
@@ -241,7 +255,7 @@ class Posterior:
             likelihood = Likelihood(**manifest["likelihood"]) if forward is None else Likelihood("values")
         return predict(
             self.model,
-            [partial(self.store.load, record) for record in self._draws.records],
+            [partial(self.store.load, record) for record in self._records],
             as_data(data, must_know_length=False),
             likelihood=as_likelihood(likelihood),
             forward=forward or call,
@@ -270,23 +284,21 @@ class Posterior:
                 numbers, of examples evenly spread over the data.
             options: of `predict`.
         """
-        return Diagnosis(self._draws).summary(self.target, self.model, self._values(inputs, options))
+        return Diagnosis(self).summary(
+            None if inputs is None else lambda chains: self._function_values(chains, inputs, **options)
+        )
 
     def function_values(self, inputs: Any, **options: Any) -> Tensor:
         """Predictions of each draw for some inputs, up to 200 numbers, (chains, draws, numbers), float64.
 
         Chains are cut to one length; those shorter than half of the longest are left out. Arguments as in `summary`.
         """
-        chains = self._draws.compared(self._draws.records).chains
-        return self._function_values(chains, inputs, **options)
-
-    def _values(self, inputs: Any, options: dict[str, Any]) -> Values | None:
-        return None if inputs is None else lambda chains: self._function_values(chains, inputs, **options)
+        return self._function_values(self._chains, inputs, **options)
 
     def _function_values(self, chains: Sequence[int], inputs: Any, **options: Any) -> Tensor:
         data = as_data(inputs, must_know_length=False)
         options = {"progress": False, **options, "raw": True}
-        compared = self._draws.compared(self._draws.records, chains)
+        compared = compare(self._records, chains)
         draws = Posterior(self.store, self.model, compared.records)
         per_example = draws[:1].predict(_some(data, 1), **options).mean[0].numel()
         raw = draws.predict(_some(data, max(1, _MOST_OUTPUTS // max(1, per_example))), **options).raw
@@ -305,7 +317,7 @@ class Posterior:
             weights: also all weights, by name; many, for a large network.
             options: of `predict`.
         """
-        return to_arviz(self._draws, self.model, self.target, self._values(inputs, options), weights=weights)
+        return to_arviz(self, inputs, options, weights=weights)
 
     def report(self, path: str | Path = "report.html", data: Any = None, **options: Any) -> Path:
         """Write the report: one self-contained HTML page, the verdict first; see `posterior.report.write_report`.

@@ -6,12 +6,13 @@ The model runs in evaluation mode, with each draw's own buffers. Its own weights
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,9 +72,9 @@ class Prediction:
     """(draws, examples, ...), chain after chain, with raw=True."""
     raw_variances: Tensor | None
     """Variance of each draw's own noise, shaped as `raw`, with raw=True and known noise."""
-    _columns: dict[Any, Tensor] = field(repr=False)
+    _columns: dict[Any, Tensor]
     """Quantiles by their q, "noise", "entropy", "expected_entropy" and "log_density", as far as they exist."""
-    _compute_quantile: Callable[[float], Tensor] = field(repr=False)
+    _compute_quantile: Callable[[float], Tensor]
 
     def __len__(self) -> int:
         return len(self.mean)
@@ -214,7 +215,7 @@ def predict(
         if not 0 <= q <= 1:
             raise ValueError(f"`quantiles` must lie between 0 and 1, got {q}.")
     wanted = sorted({*_QUANTILES, *map(float, quantiles)})
-    engine = _Engine(model, loaders, data, likelihood, forward, batch_size)
+    engine = _Engine(_Evaluator(model, forward), loaders, data, likelihood, batch_size)
     columns: dict[Any, list[Tensor]] = {}
     targets: list[Any] = []
     for predictions, variances, batch in engine.chunks(progress):
@@ -397,66 +398,37 @@ class Probe:
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
         device = next(self._evaluator.model.parameters()).device
-        before = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        try:
-            with self._evaluator.evaluating():
-                yield
-        finally:
-            if not torch.equal(torch.get_rng_state(), before[0]):  # a random forward, also in evaluation mode
-                torch.set_rng_state(before[0])
-            if before[1] is not None and not torch.equal(torch.cuda.get_rng_state(device), before[1]):
-                torch.cuda.set_rng_state(before[1], device)
+        # a forward may be random in evaluation mode as well
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), self._evaluator.evaluating():
+            yield
 
 
 def _rounded(values: Tensor) -> list[float]:
     return [float(f"{value:.6g}") for value in values.tolist()]
 
 
-class _Draws:
-    """The tensors of the draws, with names, dtypes and devices of `like`: loaded for each chunk, or cached if small."""
-
-    def __init__(self, loaders: Sequence[Loader], like: dict[str, Tensor]) -> None:
-        self._loaders, self._like = loaders, like
-        self.size = sum(x.numel() * x.element_size() for x in like.values())
-        self._cache: dict[int, dict[str, Tensor]] | None = {} if self.size * len(loaders) <= _CACHE_BYTES else None
-
-    def __len__(self) -> int:
-        return len(self._loaders)
-
-    def __getitem__(self, draw: int) -> dict[str, Tensor]:
-        if self._cache is not None and draw in self._cache:
-            return self._cache[draw]
-        stored = self._loaders[draw]()
-        tensors = {name: stored[name].to(x.device, x.dtype, non_blocking=True) for name, x in self._like.items()}
-        if self._cache is not None:
-            self._cache[draw] = tensors
-        return tensors
-
-    def stacked(self, draws: range) -> dict[str, Tensor]:
-        """Several draws along a new first axis."""
-        parts = [self[i] for i in draws]
-        return {name: torch.stack([part[name] for part in parts]) for name in self._like}
-
-
 class _Engine:
     """Predictions of all draws, chunk by chunk."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loaders: Sequence[Loader],
-        data: Data,
-        likelihood: Likelihood,
-        forward: Forward,
-        batch_size: int | None,
+        self, evaluator: _Evaluator, loaders: Sequence[Loader], data: Data, likelihood: Likelihood, batch_size: int | None
     ) -> None:
-        self._evaluator = _Evaluator(model, forward)
+        self._evaluator, self._data, self._likelihood, self._batch_size = evaluator, data, likelihood, batch_size
+        self._num_draws = len(loaders)
+        model = evaluator.model
         kept = model.state_dict().keys()
         named = itertools.chain(model.named_parameters(), model.named_buffers())  # each once, also if tied
-        self._draws = _Draws(loaders, {name: x.detach() for name, x in named if name in kept})
-        self._data, self._likelihood, self._batch_size = data, likelihood, batch_size
-        parameter = next(model.parameters(), None)
-        self._device = torch.device("cpu") if parameter is None else parameter.device
+        like = {name: x.detach() for name, x in named if name in kept}
+
+        def load(draw: int) -> dict[str, Tensor]:
+            """The tensors of a draw, with the names, dtypes and devices of the model's."""
+            stored = loaders[draw]()
+            return {name: stored[name].to(x.device, x.dtype, non_blocking=True) for name, x in like.items()}
+
+        self._draw_bytes = _bytes(like)
+        fits = self._draw_bytes * len(loaders) <= _CACHE_BYTES
+        self._load: Callable[[int], dict[str, Tensor]] = functools.cache(load) if fits else load
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def chunks(self, progress: bool) -> Iterator[tuple[Tensor, Tensor | None, Batch]]:
         """Predictions (draws, examples, ...), the variances of their noise (None: unknown), and the examples."""
@@ -479,7 +451,7 @@ class _Engine:
         one = part_of(to_device(first, self._device), slice(1))
         with self._evaluator.evaluating(), _returned_bytes(self._evaluator.model) as returned:
             try:
-                outputs = _checked(self._evaluator.one(self._draws[0], one), 1)
+                outputs = _checked(self._evaluator.one(self._load(0), one), 1)
             except (RuntimeError, IndexError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
@@ -489,40 +461,42 @@ class _Engine:
                 ) from error
         if self._batch_size is None:
             self._batch_size = max(1, min(_MOST_ROWS, _FORWARD_BYTES // max(1, sum(returned))))
-        per_example = outputs.numel() * outputs.element_size()  # means, and variances if the network predicts them
-        inputs = sum(x.numel() * x.element_size() for x in _pytree.tree_leaves(one) if isinstance(x, Tensor))
-        return max(1, min(_CHUNK_BYTES // (per_example * len(self._draws)), 4 * _CHUNK_BYTES // max(1, inputs)))
+        all_draws = _bytes(outputs) * self._num_draws  # means, and variances if the network predicts them
+        return max(1, min(_CHUNK_BYTES // all_draws, 4 * _CHUNK_BYTES // max(1, _bytes(one))))
 
     def _predictions(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        n = num_rows(batch)
+        n, number = num_rows(batch), self._num_draws
         assert self._batch_size is not None
         rows = min(n, self._batch_size)
         # with few examples, many draws fit in one forward
-        group = max(1, min(len(self._draws), self._batch_size // rows, _GROUP_BYTES // max(1, self._draws.size)))
+        group = max(1, min(number, self._batch_size // rows, _GROUP_BYTES // max(1, self._draw_bytes)))
         predictions: Tensor | None = None
         variances: Tensor | None = None
-        for first in range(0, len(self._draws), group):
-            draws = range(first, min(first + group, len(self._draws)))
-            stack = self._draws.stacked(draws) if group > 1 and self._evaluator.can_stack else None
+        for first in range(0, number, group):
+            draws = range(first, min(first + group, number))
+            stack = self._stacked(draws) if group > 1 and self._evaluator.can_stack else None
             for start in range(0, n, rows):
                 part = part_of(batch, slice(start, start + rows))
-                for d, outputs in zip(draws, self._outputs(draws, stack, part), strict=True):
-                    values = self._likelihood.predictions(outputs)
+                one_by_one = (self._evaluator.one(self._load(d), part) for d in draws)
+                outputs = one_by_one if stack is None else self._evaluator.each(stack, part)
+                for d, output in zip(draws, outputs, strict=True):
+                    found = _checked(output, num_rows(part))
+                    values = self._likelihood.predictions(found)
                     if predictions is None:
-                        predictions = values.new_empty(len(self._draws), n, *values.shape[1:])
+                        predictions = values.new_empty(number, n, *values.shape[1:])
                     predictions[d, start : start + len(values)] = values
                     if self._likelihood.predicts_noise:
                         variances = torch.empty_like(predictions) if variances is None else variances
-                        own = self._likelihood.variances(outputs)
+                        own = self._likelihood.variances(found)
                         assert own is not None
                         variances[d, start : start + len(own)] = own
         assert predictions is not None
         return predictions, variances if variances is not None else _known_variances(self._likelihood, predictions)
 
-    def _outputs(self, draws: range, stack: dict[str, Tensor] | None, batch: Batch) -> Iterator[Tensor]:
-        one_by_one = (self._evaluator.one(self._draws[d], batch) for d in draws)
-        outputs = one_by_one if stack is None else self._evaluator.each(stack, batch)
-        return (_checked(output, num_rows(batch)) for output in outputs)
+    def _stacked(self, draws: range) -> dict[str, Tensor]:
+        """Several draws along a new first axis."""
+        parts = [self._load(draw) for draw in draws]
+        return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
 
 def _checked(outputs: Any, rows: int) -> Tensor:
@@ -535,13 +509,18 @@ def _checked(outputs: Any, rows: int) -> Tensor:
     return outputs if outputs.is_floating_point() else outputs.float()
 
 
+def _bytes(tensors: Any) -> int:
+    """Of all tensors in a structure."""
+    return sum(x.numel() * x.element_size() for x in _pytree.tree_leaves(tensors) if isinstance(x, Tensor))
+
+
 @contextmanager
 def _returned_bytes(model: nn.Module) -> Iterator[list[int]]:
     """Collects the size of what each layer returns, in bytes."""
     sizes: list[int] = []
 
     def after(module: nn.Module, args: Any, outputs: Any) -> None:
-        sizes.extend(x.numel() * x.element_size() for x in _pytree.tree_leaves(outputs) if isinstance(x, Tensor))
+        sizes.append(_bytes(outputs))
 
     hooks = [module.register_forward_hook(after) for module in model.modules()]
     try:

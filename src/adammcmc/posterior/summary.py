@@ -16,13 +16,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from adammcmc.posterior.columns import AGREEMENT
 from adammcmc.posterior.store.encoding import strict_json
 from adammcmc.samplers.diagnostics import ess_bulk, ess_tail, mcse_mean, rhat, rhat_by_chance
 from adammcmc.samplers.health import GRAVITY, Finding, Grade, Health, grade_of
 from adammcmc.target.data import derive_seed
 
-__all__ = ["ONE_START", "Row", "Series", "Summary", "layers_of", "probe_layers", "summarize"]
+__all__ = [
+    "AGREEMENT", "KEY_NUMBERS", "ONE_START", "SELF_TESTS", "Row", "Series", "Summary", "layers_of", "least", "of_moving",
+    "probe_layers", "summarize",
+]  # fmt: skip
 
 _MIXED, _NEARLY_MIXED, _APART, _FAR_APART = 1.01, 1.05, 1.1, 1.5
 _FEW_DRAWS = 20.0  # per chain: with fewer, R-hat varies widely even for chains that agree
@@ -165,6 +167,54 @@ class Summary:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
+# --- the columns of the tables in summaries and reports: headings, and plain text of the cells. Add one here. ----------
+
+
+def _number(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)
+
+
+def _mean_acceptance(summary: Summary) -> float:
+    known = [h.acceptance for h in summary.health if not math.isnan(h.acceptance)]
+    return sum(known) / len(known) if known else math.nan
+
+
+KEY_NUMBERS: dict[str, Callable[[Summary], str]] = {
+    "chains": lambda s: f"{s.num_chains:,}",
+    "draws per chain": lambda s: f"{s.num_draws:,}",
+    "effective draws": lambda s: _number(s.ess, ",.0f"),
+    "largest R-hat": lambda s: _number(s.rhat, ".3f"),
+    "acceptance": lambda s: _number(_mean_acceptance(s), ".2f"),
+    "seconds": lambda s: _number(s.seconds, ",.0f"),
+    "effective draws per second": lambda s: _number(s.ess_per_second, ".3g"),
+    "effective draws per 1,000 gradients": lambda s: _number(1000 * s.ess_per_gradient, ".3g"),
+}
+"""The cost of the run and its result."""
+
+AGREEMENT: dict[str, Callable[[Row], str]] = {
+    "": lambda row: row.name if row.count == 1 else f"{row.name} (worst of {row.count})",
+    "mean": lambda row: "-" if math.isnan(row.mean) else f"{row.mean:.4g} +- {row.mean_error:.1g}",
+    "R-hat": lambda row: _number(row.rhat, ".3f"),
+    "bulk ESS": lambda row: _number(row.ess_bulk, ",.0f"),
+    "tail ESS": lambda row: _number(row.ess_tail, ",.0f"),
+    "verdict": lambda row: row.verdict,
+}
+"""Whether the chains agree, one row for each quantity."""
+
+SELF_TESTS: dict[str, Callable[[Health], str]] = {
+    "steps": lambda h: f"{h.num_steps:,}",
+    "acceptance": lambda h: _number(h.acceptance, ".3f"),
+    "2 P(Y > 0)": lambda h: _number(h.twice_rises, ".3f"),
+    "temperature": lambda h: _number(h.temperature, ".3g"),
+    "loss influence": lambda h: _number(h.loss_influence, ".3g"),
+    "noise of Y": lambda h: _number(h.noise, ".3g"),
+    "beta_eff": lambda h: _number(h.beta_eff, ".2f"),
+    "effective draws of U": lambda h: _number(h.effective_draws, ".0f"),
+    "verdict": lambda h: h.verdict,
+}
+"""The self-tests, one row for each chain."""
+
+
 def _table(rows: Sequence[Row]) -> list[str]:
     layers = sorted((row for row in rows if row.kind == "layer"), key=lambda row: row.ess_bulk)
     hidden = {row.name for row in layers[_MOST_LAYERS:]}
@@ -217,18 +267,14 @@ def _row(series: Series, *, alone: bool) -> Row:
     count = values.shape[2]
     single = [values[i : i + 1] for i in range(len(values))]
     parts = single if alone else [values]
-
-    def of_parts(function: Callable[[Tensor], Tensor]) -> Tensor:
-        """(parts, numbers); NaN for a number that never changes, such as a saturated probability."""
-        return torch.stack([torch.where((part == part[0, 0]).all(0).all(0), torch.nan, function(part)) for part in parts])
-
-    ratios, bulk, tail = of_parts(rhat), of_parts(ess_bulk), of_parts(ess_tail)
-    # effective draws of each chain by itself: disagreement between chains must not excuse itself
+    # each (parts, numbers)
+    ratios, bulk, tail = (torch.stack([of_moving(f, part) for part in parts]) for f in (rhat, ess_bulk, ess_tail))
+    # effective draws of each chain by itself, which disagreement between chains does not reduce
     own_ess = torch.stack([torch.minimum(ess_bulk(chain), ess_tail(chain)) for chain in single])
     chance = rhat_by_chance(own_ess.sum(0), len(values), count, num_draws=values.shape[1])
     limits = chance.clamp(_MIXED, _NEARLY_MIXED)
     worst = int(ratios.nan_to_num(nan=0.0).amax(0).argmax())
-    ess = -_largest(-bulk), -_largest(-tail)
+    ess = least(bulk), least(tail)
     verdict = series.why_not
     if series.is_judged:
         # "chains disagree" needs enough effective draws of each chain; far apart, that many draws suffice
@@ -242,7 +288,7 @@ def _row(series: Series, *, alone: bool) -> Row:
         mean=float(values.mean()) if count == 1 else math.nan,
         mean_error=float(mcse_mean(values)) if count == 1 else math.nan,
         spread=float(values.std(correction=0)) if count == 1 else math.nan,
-        rhat=_largest(ratios),
+        rhat=-least(-ratios),
         rhat_limit=float(limits[worst]),
         ess_bulk=ess[0],
         ess_tail=ess[1],
@@ -326,17 +372,22 @@ def _disagreement(chains: Sequence[int], series: Series, row: Row) -> Finding:
     odd = ""
     values = series.values.reshape(*series.values.shape[:2], -1)
     if len(chains) > 2:
-        without = {c: _largest(rhat(values[[j for j in range(len(chains)) if j != i]])) for i, c in enumerate(chains)}
+        without = {c: -least(-rhat(values[[j for j in range(len(chains)) if j != i]])) for i, c in enumerate(chains)}
         chain, rest = min(without.items(), key=lambda item: item[1])
         odd = f"; chain {chain} differs from all others" if rest - 1 < (row.rhat - 1) / 3 else ""
     says = f"chains disagree: R-hat of {row.name} is {row.rhat:.2f}{odd}. They have not mixed, and may never mix"
     return Finding("chains disagree", says)
 
 
-def _largest(values: Tensor) -> float:
-    """NaN without any number."""
+def of_moving(measure: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """A measure of values (chains, draws, ...); NaN where they never change, such as a saturated probability."""
+    return torch.where((values == values[0, 0]).all(0).all(0), torch.nan, measure(values))
+
+
+def least(values: Tensor) -> float:
+    """The smallest number; NaN without any."""
     known = values[~values.isnan()]
-    return float(known.max()) if len(known) else math.nan
+    return float(known.min()) if len(known) else math.nan
 
 
 def _is_still(values: Tensor) -> bool:

@@ -24,7 +24,7 @@ def entropy(predictions: Tensor, *, is_binary: bool = False) -> Tensor:
         >>> entropy(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))
         tensor([0.6931])
     """
-    return _entropy(predictions.double().mean(0), 1, is_binary).to(predictions.dtype)
+    return _entropy(predictions.double().mean(0), is_binary).to(predictions.dtype)
 
 
 def expected_entropy(predictions: Tensor, *, is_binary: bool = False) -> Tensor:
@@ -36,7 +36,7 @@ def expected_entropy(predictions: Tensor, *, is_binary: bool = False) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.float64, device=predictions.device)
     for draw in predictions:  # one at a time, to keep float64 copies small
-        total = total + _entropy(draw.double(), 1, is_binary)
+        total = total + _entropy(draw.double(), is_binary)
     return (total / len(predictions)).to(predictions.dtype)
 
 
@@ -51,10 +51,10 @@ def mutual_information(predictions: Tensor, *, is_binary: bool = False) -> Tenso
     return (whole - expected_entropy(predictions.double(), is_binary=is_binary)).clamp_min(0).to(predictions.dtype)
 
 
-def _entropy(p: Tensor, axis: int, is_binary: bool) -> Tensor:
+def _entropy(p: Tensor, is_binary: bool) -> Tensor:
     if is_binary:
         return -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p))
-    return -torch.xlogy(p, p).sum(axis)
+    return -torch.xlogy(p, p).sum(1)
 
 
 def variance(predictions: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""The page of a report: the verdict first, then a section for each question. `columns.py` has the columns."""
+"""The page of a report: the verdict first, then a section for each question. `summary.py` has the columns."""
 
 from __future__ import annotations
 
 import importlib.resources
-import math
 import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ import numpy
 import torch
 from torch import Tensor
 
-from adammcmc.posterior.calibration import ClassScores, ValueScores, score, uncertainties
-from adammcmc.posterior.columns import AGREEMENT, KEY_NUMBERS, SELF_TESTS
-from adammcmc.posterior.draws import by_chain
-from adammcmc.posterior.report.drawing import THEME, Drawing
-from adammcmc.posterior.report.figures import FIGURES, Array, figure
+from adammcmc.posterior.calibration import ClassScores, ValueScores, plural, score, uncertainties
+from adammcmc.posterior.diagnosis import Diagnosis, by_chain
+from adammcmc.posterior.report.figures import FIGURES, THEME, Array, Drawing, figure
 from adammcmc.posterior.store.whole import write_whole
+from adammcmc.posterior.summary import AGREEMENT, KEY_NUMBERS, SELF_TESTS
 from adammcmc.target.data import Data
 
 if TYPE_CHECKING:
@@ -27,9 +25,8 @@ if TYPE_CHECKING:
     from adammcmc.posterior.predictive import Prediction
     from adammcmc.posterior.store.folder import Record
     from adammcmc.posterior.summary import Summary
-    from adammcmc.samplers.health import Health
 
-__all__ = ["Section", "Table", "write_report"]
+__all__ = ["write_report"]
 
 _MOST_UNCERTAIN = 12
 
@@ -89,7 +86,7 @@ def write_report(
     if names is not None and (prediction is None or len(names) != len(prediction)):
         raise ValueError("`names` must hold one name for each example of `data`.")
     summary = posterior.summary(data, progress=progress)
-    sections = [_key_numbers(summary), _traces(posterior), _self_tests(posterior, summary.health), _agreement(summary)]
+    sections = [_key_numbers(summary), _traces(posterior), _self_tests(posterior), _agreement(summary)]
     if prediction is not None:
         sections += _predictions(prediction, names)
     sections.append(_settings(posterior))
@@ -120,7 +117,7 @@ def _render(posterior: Posterior, summary: Summary, sections: Sequence[Section],
 
     level, headline, comment = _HEADLINES[summary.grade]
     manifest = posterior.store.manifest
-    draws, chains = _plural(len(posterior.made), "draw"), _plural(posterior.num_chains, "chain")
+    draws, chains = plural(len(posterior.made), "draw"), plural(posterior.num_chains, "chain")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     text = importlib.resources.files("adammcmc.posterior.report").joinpath("page.html").read_text("utf-8")
     return environment.from_string(text).render(
@@ -155,24 +152,22 @@ def _key_numbers(summary: Summary) -> Section:
 
 def _traces(posterior: Posterior) -> Section:
     drawings = []
+    rows = by_chain(posterior.made)
+    steps = _column(rows, "step")
     for name, label in (("potential", "U"), ("loss", "mean loss")):
-        steps, values = _columns(posterior.made, name)
+        values = _column(rows, name)
         if any(numpy.isfinite(y).any() for y in values.values()):
             drawings.append(figure(name, label, steps, values))
-    steps, accepted = _columns(posterior.made, "num_accepted")
-    rates = {chain: y / numpy.maximum(1.0, _gaps(steps[chain])) for chain, y in accepted.items()}
+    rates = {chain: y / numpy.maximum(1.0, _gaps(steps[chain])) for chain, y in _column(rows, "num_accepted").items()}
     if rates:
         drawings.append(figure("acceptance", steps, rates))
     text = "A converged chain fluctuates around one level: a trend, or chains at different levels, is a warning."
     return Section("chains", "Traces", [text], drawings=drawings)
 
 
-def _columns(index: Sequence[Record], name: str) -> tuple[dict[int, Array], dict[int, Array]]:
-    """Steps and values of each chain; an unknown value is NaN."""
-    rows = by_chain(index)
-    steps = {chain: numpy.array([float(r["step"]) for r in own]) for chain, own in rows.items()}
-    values = {c: numpy.array([math.nan if r.get(name) is None else float(r[name]) for r in own]) for c, own in rows.items()}
-    return steps, values
+def _column(rows: dict[int, list[Record]], name: str) -> dict[int, Array]:
+    """Values of each chain; an unknown value is NaN."""
+    return {chain: numpy.array([record.get(name) for record in own], dtype=float) for chain, own in rows.items()}
 
 
 def _gaps(steps: Array) -> Array:
@@ -181,11 +176,9 @@ def _gaps(steps: Array) -> Array:
     return numpy.concatenate([gaps[:1] if len(gaps) else [1.0], gaps])
 
 
-def _self_tests(posterior: Posterior, health: Sequence[Health]) -> Section:
-    rows = [
-        [f"chain {chain}", *(_typeset(cell(h)) for cell in SELF_TESTS.values())]
-        for chain, h in zip(posterior.chain_numbers, health, strict=False)
-    ]
+def _self_tests(posterior: Posterior) -> Section:
+    health = Diagnosis(posterior).health()  # by chain: one whose checkpoint is lost has none
+    rows = [[f"chain {chain}", *(_typeset(cell(h)) for cell in SELF_TESTS.values())] for chain, h in health.items()]
     text = (
         "An exact chain at equilibrium accepts with rate 2 P(Y > 0) and has configurational temperature 1. The loss "
         "has influence if lambda times its change over a proposal varies by about 1. Noise of Y heats a plain "
@@ -217,7 +210,7 @@ def _predictions(prediction: Prediction, names: Sequence[str] | None) -> list[Se
         except (ValueError, TypeError) as error:  # a page is needed most if something is wrong
             sections.append(Section("calibration", title, [f"Not scored: {error}"]))
         else:
-            text = f"{_plural(scores.num_examples, 'held-out example')}: {scores.verdict}."
+            text = f"{plural(scores.num_examples, 'held-out example')}: {scores.verdict}."
             numbers = [(name, _typeset(value)) for name, value in scores.numbers.items()]
             sections.append(Section("calibration", title, [text], numbers, _calibration(prediction, scores)))
             if prediction.likelihood.has_classes:
@@ -277,7 +270,3 @@ def _settings(posterior: Posterior) -> Section:
     values |= {f"version: {key}": value for key, value in manifest["versions"].items()}
     rows = [[key, text if len(text := str(value)) <= 300 else text[:297] + "..."] for key, value in values.items()]
     return Section("settings", "Settings", tables=[Table("Settings of the run", ["name", "value"], rows)])
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
