@@ -346,8 +346,8 @@ MUTANTS = [
     Mutant(
         "chains share their noise",
         "target/randomness.py",
-        "            row.normal_(generator=generator)\n",
-        "            row.normal_(generator=self._generators[0])\n",
+        "            fill(row, generator=generator)\n",
+        "            fill(row, generator=self._generators[0])\n",
         "tests/test_stacked.py tests/test_randomness.py",
     ),
     Mutant(
@@ -661,15 +661,15 @@ MUTANTS = [
     Mutant(
         "the range of D in place of that of n D",
         "acceptance/growing.py",
-        "return 2 * n * comparison.inverse_temperature() * self",
-        "return 2 * comparison.inverse_temperature() * self",
+        "return 2 * comparison.num_examples * comparison",
+        "return 2 * comparison",
         "tests/test_subsample.py",
     ),
     Mutant(
         "the penalty left out",
         "acceptance/metropolis.py",
-        "metropolis(comparison, y - s.square() / 2, log_uniform",
-        "metropolis(comparison, y, log_uniform",
+        "found._replace(log_ratio=y - s.square() / 2, noise=s)",
+        "found._replace(noise=s)",
         "tests/test_subsample.py",
     ),
     Mutant(

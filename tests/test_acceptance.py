@@ -25,6 +25,7 @@ from adammcmc.acceptance import (
     Verdict,
 )
 from adammcmc.acceptance.metropolis import metropolis
+from adammcmc.acceptance.subsample import Estimate
 from adammcmc.target.leaves import Leaves
 from adammcmc.target.potential import Evaluation
 from adammcmc.target.randomness import Randomness
@@ -120,7 +121,7 @@ def test_a_test_of_a_users_own_needs_two_methods() -> None:
     class Greedy(AcceptanceTest):
         def __call__(self, comparison: Comparison, carry: object, generator: Randomness) -> tuple[Verdict, object]:
             y = comparison.batch_log_ratio()
-            return metropolis(comparison, y, torch.zeros_like(y), 0), carry
+            return metropolis(comparison, Estimate(y, torch.zeros_like(y)), torch.zeros_like(y)), carry
 
         def approximation(self, *, fixed_data: bool) -> str | None:
             return "downhill only"

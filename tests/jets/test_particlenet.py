@@ -16,7 +16,7 @@ from adammcmc import AdamMCMC, Gaussian, sample
 from adammcmc.jets import Cloud, JetData, Jets, ParticleNet, ParticleNetLite, cloud_of, padded_inputs
 from adammcmc.jets.data import Rows
 from adammcmc.jets.particlenet import NOBODY, nearest
-from adammcmc.target.data import joined_batches
+from adammcmc.target.batches import joined_batches
 
 EXACT: dict[str, Any] = {"atol": 1e-9, "rtol": 1e-9}
 # fewer particles than neighbours, just as many, one and two more; many; all 128 places

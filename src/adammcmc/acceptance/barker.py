@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
-from adammcmc.acceptance.subsample import Sample, check_batch_size, check_growth, estimate
+from adammcmc.acceptance.subsample import Sample, check_batches, estimate
 from adammcmc.target.leaves import is_finite
 from adammcmc.target.randomness import Randomness, normal, uniform
 
@@ -43,8 +43,7 @@ class Barker(AcceptanceTest):
     reads_device = True
 
     def __post_init__(self) -> None:
-        check_batch_size(self.batch_size, 30)
-        check_growth(self.growth)
+        check_batches(self.batch_size, self.growth, smallest=30)
         if not 0 < self.max_noise <= 1:
             raise ValueError(f"`max_noise` must lie in (0, 1], got {self.max_noise}: the correction is for noise 1.")
         if not self.max_skewness > 0:
@@ -64,6 +63,7 @@ class Barker(AcceptanceTest):
         u = uniform(shape, torch.float64, device, generator)
         found = estimate(comparison, generator, self.batch_size, self.growth, self._is_enough)
         y, s = found.log_ratio, found.noise
+        assert s is not None
         exact = s == 0
         value = torch.where(exact, y + torch.logit(u), y + (1 - s.square()).clamp_min(0).sqrt() * z + correction(u))
         rate = torch.where(exact, torch.sigmoid(y), acceptance(y, s)).nan_to_num(nan=0.0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from adammcmc.acceptance.comparison import Comparison
 from adammcmc.target.leaves import Leaves, inner
 
-__all__ = ["Bound", "ClampedLoss", "DerivativeBound", "Table", "Tables", "distance", "last_layer_bound", "logistic_bound"]
+__all__ = ["Bound", "ClampedLoss", "DerivativeBound", "Table", "Tables", "last_layer_bound", "logistic_bound"]
 
 
 @runtime_checkable
@@ -29,14 +29,12 @@ class Bound(Protocol):
 
     def weights(self, num_examples: int, device: torch.device) -> Tensor:
         """c_i, (n,), float64, not negative. Called once."""
-        ...
 
     def distance(self, params: Leaves, proposed: Leaves, reference: Leaves | None) -> Tensor:
         """M, (chains,), float64, symmetric in the two points.
 
         `reference`: that of the control variate, with a chain axis of length 1; None without one.
         """
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,34 +133,30 @@ class Table(NamedTuple):
 
 
 class Tables:
-    """The tables of one bound, computed once per device: no step pays for all n examples."""
+    """A bound with its tables, computed once per device: no step pays for all n examples."""
 
     def __init__(self, bound: Bound) -> None:
         self._bound = bound
         self._made: dict[tuple[int, torch.device], Table] = {}
 
-    def __call__(self, num_examples: int, device: torch.device) -> Table:
-        key = num_examples, device
+    def __call__(self, comparison: Comparison) -> tuple[Table, Tensor]:
+        """The c_i, and M of this move, (chains,). Refuses a bound for another control variate than the target's."""
+        key, control = (comparison.num_examples, comparison.device), comparison.potential.control
+        expected = 0 if control is None else control.order
+        if self._bound.order != expected:
+            what = "there is no control variate" if control is None else f"the control variate is of order {expected}"
+            raise ValueError(
+                f"the bound is for a control variate of order {self._bound.order} (0: for none), but {what}. A density gets "
+                "one by DataDensity(control_variate=...), a sampler by sampler.use_control_variate(order); sample() has none."
+            )
         if key not in self._made:
-            c = self._bound.weights(num_examples, device)
+            c = self._bound.weights(*key)
             self._made[key] = Table(c, c.cumsum(0), c.max())
-        return self._made[key]
+        reference = None if control is None else control.reference
+        return self._made[key], self._bound.distance(comparison.params, comparison.proposed, reference)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tables, (self._bound,)  # copies and pickles compute their own
-
-
-def distance(bound: Bound, comparison: Comparison) -> Tensor:
-    """M of this move, (chains,). Refuses a bound for another control variate than the target's."""
-    control = comparison.potential.control
-    expected = 0 if control is None else control.order
-    if bound.order != expected:
-        what = "there is no control variate" if control is None else f"the control variate is of order {expected}"
-        raise ValueError(
-            f"the bound is for a control variate of order {bound.order} (0: for none), but {what}. A density gets one "
-            "by DataDensity(control_variate=...), a sampler by sampler.use_control_variate(order); sample() has none."
-        )
-    return bound.distance(comparison.params, comparison.proposed, None if control is None else control.reference)
 
 
 def _check_order(order: int) -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance.bounds import Bound, Tables, distance
+from adammcmc.acceptance.bounds import Bound, Tables
 from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
-from adammcmc.acceptance.metropolis import decision_as_rate, decisive, metropolis
-from adammcmc.acceptance.subsample import Sample, check_batch_size, check_growth, estimate
+from adammcmc.acceptance.metropolis import decisive, metropolis
+from adammcmc.acceptance.subsample import Sample, check_batches, estimate
 from adammcmc.target.randomness import Randomness
 
 __all__ = ["Confidence", "Sequential", "student_quantile"]
@@ -48,8 +47,7 @@ class Sequential(AcceptanceTest):
     def __post_init__(self) -> None:
         if not 0 < self.eps < 0.5:
             raise ValueError(f"`eps` must lie between 0 and 0.5, got {self.eps}.")
-        check_batch_size(self.batch_size, 30)
-        check_growth(self.growth)
+        check_batches(self.batch_size, self.growth, smallest=30)
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         log_uniform = decisive(comparison, generator)
@@ -58,7 +56,8 @@ class Sequential(AcceptanceTest):
             gap = (sample.log_ratio - log_uniform[sample.chains]).abs()
             return gap > student_quantile(self.eps, sample.size - 1) * sample.noise
 
-        return _decide(comparison, generator, log_uniform, self.batch_size, self.growth, is_enough), None
+        found = estimate(comparison, generator, self.batch_size, self.growth, is_enough)
+        return metropolis(comparison, found, log_uniform, rate_by_decision=True), None
 
     def approximation(self, *, fixed_data: bool) -> str | None:
         return None if fixed_data else f"each t-test on the growing batch may err with probability {self.eps:g}"
@@ -100,18 +99,17 @@ class Confidence(AcceptanceTest):
             raise ValueError(f"`delta` must lie between 0 and 1, got {self.delta}.")
         if self.bound is not None and not isinstance(self.bound, Bound):
             raise TypeError(f"`bound` must be one of acceptance.bounds, or None for the range seen, got {self.bound!r}.")
-        check_batch_size(self.batch_size)
-        check_growth(self.growth)
+        check_batches(self.batch_size, self.growth)
 
     @functools.cached_property
     def _tables(self) -> Tables | None:
         return None if self.bound is None else Tables(self.bound)
 
     def _range(self, comparison: Comparison) -> Tensor | None:
-        if self.bound is None or self._tables is None or comparison.potential.fixed:
+        if self._tables is None or comparison.potential.fixed:
             return None
-        n, m = comparison.num_examples, distance(self.bound, comparison)
-        return 2 * n * comparison.inverse_temperature() * self._tables(n, comparison.device).largest * m
+        table, m = self._tables(comparison)
+        return 2 * comparison.num_examples * comparison.inverse_temperature() * table.largest * m
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         log_uniform, widest = decisive(comparison, generator), self._range(comparison)
@@ -124,7 +122,8 @@ class Confidence(AcceptanceTest):
             half_width = x.std(1, correction=0) * math.sqrt(2 * rho * level / b) + _K * span * level / b
             return torch.abs(sample.log_ratio - log_uniform[sample.chains]) > half_width
 
-        return _decide(comparison, generator, log_uniform, self.batch_size, self.growth, is_enough), None
+        found = estimate(comparison, generator, self.batch_size, self.growth, is_enough)
+        return metropolis(comparison, found, log_uniform, rate_by_decision=True), None
 
     def approximation(self, *, fixed_data: bool) -> str | None:
         if fixed_data:
@@ -136,20 +135,6 @@ class Confidence(AcceptanceTest):
     def __str__(self) -> str:
         kind = "heuristic" if self.bound is None else "bounded"
         return f"Metropolis by concentration on a growing batch ({kind} range), delta = {self.delta:g}"
-
-
-def _decide(
-    comparison: Comparison,
-    generator: Randomness,
-    log_uniform: Tensor,
-    batch_size: int,
-    growth: float,
-    is_enough: Callable[[Sample], Tensor],
-) -> Verdict:
-    """Metropolis on a batch that grows until `is_enough`, which may depend on the uniform number."""
-    found = estimate(comparison, generator, batch_size, growth, is_enough)
-    verdict = decision_as_rate(metropolis(comparison, found.log_ratio, log_uniform, found.num_examples))
-    return verdict._replace(is_current_finite=found.is_current_finite, log_ratio_noise=found.noise)
 
 
 @functools.cache

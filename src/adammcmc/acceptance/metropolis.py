@@ -9,23 +9,13 @@ import torch
 from torch import Tensor
 
 from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
-from adammcmc.acceptance.subsample import Estimate, check_batch_size, estimate
+from adammcmc.acceptance.subsample import Estimate, check_batches, estimate, on_batch
 from adammcmc.errors import PerExampleLossRequired
 from adammcmc.target.leaves import is_finite
 from adammcmc.target.randomness import Randomness, uniform
 from adammcmc.target.sums import sums
 
-__all__ = [
-    "AlwaysAccept",
-    "FullData",
-    "Minibatch",
-    "Penalty",
-    "beta_eff",
-    "decision_as_rate",
-    "decisive",
-    "effective_beta",
-    "metropolis",
-]
+__all__ = ["AlwaysAccept", "FullData", "Minibatch", "Penalty", "beta_eff", "decisive", "effective_beta", "metropolis"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +26,7 @@ class _BatchTest(AcceptanceTest):
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:
-            check_batch_size(self.batch_size)
+            check_batches(self.batch_size)
 
     @property
     def needs_examples(self) -> bool:  # type: ignore[override]
@@ -47,6 +37,9 @@ class _BatchTest(AcceptanceTest):
     @property
     def _batch(self) -> str:
         return "the batch" if self.batch_size is None else f"{self.batch_size} examples"
+
+    def _estimate(self, comparison: Comparison, generator: Randomness) -> Estimate:
+        return on_batch(comparison) if self.batch_size is None else estimate(comparison, generator, self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -75,14 +68,7 @@ class Minibatch(_BatchTest):
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         log_uniform = decisive(comparison, generator)
-        if self.batch_size is not None:
-            found = estimate(comparison, generator, self.batch_size)
-            verdict = metropolis(comparison, found.log_ratio, log_uniform, found.num_examples)
-            return verdict._replace(is_current_finite=found.is_current_finite, log_ratio_noise=found.noise), None
-        size = comparison.batch_size
-        num_examples = float("nan") if size is None else size
-        verdict = metropolis(comparison, comparison.batch_log_ratio(), log_uniform, num_examples)
-        return verdict._replace(log_ratio_noise=comparison.batch_noise()), None
+        return metropolis(comparison, self._estimate(comparison, generator), log_uniform), None
 
     def approximation(self, *, fixed_data: bool) -> str | None:
         return None if fixed_data else "the ratio is estimated on a minibatch, which heats the target"
@@ -110,20 +96,17 @@ class Penalty(_BatchTest):
 
     def __call__(self, comparison: Comparison, carry: None, generator: Randomness) -> tuple[Verdict, None]:
         log_uniform = decisive(comparison, generator)
-        found = self._on_batch(comparison) if self.batch_size is None else estimate(comparison, generator, self.batch_size)
+        found = self._estimate(comparison, generator)
         y, s = found.log_ratio, found.noise
-        verdict = metropolis(comparison, y - s.square() / 2, log_uniform, found.num_examples)
-        return verdict._replace(log_ratio=y, is_current_finite=found.is_current_finite, log_ratio_noise=s), None
-
-    def _on_batch(self, comparison: Comparison) -> Estimate:
-        y, s, size = comparison.batch_log_ratio(), comparison.batch_noise(), comparison.batch_size
-        if s is None and (size is None or size < 2):
-            raise PerExampleLossRequired(
-                "Penalty() needs the noise of the log ratio, but the closure returned only the mean loss of the batch. "
-                'Return the per-example losses (reduction="none").'
-            )
-        # (outside the prior's support nothing was estimated)
-        return Estimate(y, torch.zeros_like(y) if s is None else s, torch.full_like(y, size or torch.nan), None)
+        if s is None:
+            if comparison.batch_size is None or comparison.batch_size < 2:
+                raise PerExampleLossRequired(
+                    "Penalty() needs the noise of the log ratio, but the closure returned only the mean loss of the batch. "
+                    'Return the per-example losses (reduction="none").'
+                )
+            s = torch.zeros_like(y)  # outside the prior's support nothing was estimated
+        verdict = metropolis(comparison, found._replace(log_ratio=y - s.square() / 2, noise=s), log_uniform)
+        return verdict._replace(log_ratio=y), None
 
     def approximation(self, *, fixed_data: bool) -> str | None:
         return None if fixed_data else "the noise of the log ratio is assumed normal, of the measured size (penalty)"
@@ -172,52 +155,42 @@ class FullData(AcceptanceTest):
                     "FullData() needs the losses of all examples. Pass `examples=TensorExamples(loss, inputs, "
                     "targets)` to the sampler, with a loss that returns one number per example."
                 )
-            # the batch is all data
-            verdict = metropolis(comparison, comparison.batch_log_ratio(), log_uniform, float("nan"))
-            return verdict._replace(log_ratio_noise=comparison.batch_noise()), None
-
+            return metropolis(comparison, on_batch(comparison), log_uniform), None  # the batch is all data
         chunks = [slice(i, min(i + self.chunk_size, n)) for i in range(0, n, self.chunk_size)]
         # the proposal's own evaluations come first: they may need the batch, and put the proposed weights in place
         fixed_part = comparison.log_q_ratio() + comparison.log_prior_difference()
         current = carry if carry is not None else torch.cat([comparison.current_losses(c) for c in chunks], 1)
         level = potential.inverse_temperature * sums.over_examples(current.sum(1)) - comparison.here.log_prior
-        if self.early_rejection:
-            verdict, kept = self._decide_early(comparison, _not_negative(current), chunks, fixed_part, log_uniform)
-            return verdict._replace(potential=level), kept
-        proposed = torch.cat([comparison.proposed_losses(c) for c in chunks], 1)
-        log_ratio = fixed_part - potential.inverse_temperature * sums.over_examples((proposed - current).sum(1))
-        verdict = metropolis(comparison, log_ratio, log_uniform, n)
-        verdict = verdict._replace(is_current_finite=is_finite(level), log_ratio_noise=torch.zeros_like(level), potential=level)
-        return verdict, torch.where(verdict.is_accepted[:, None], proposed, current)
+        proposed = self._proposed_losses(comparison, current, chunks, fixed_part - log_uniform)
+        seen, zero = proposed.shape[1], torch.zeros_like(level)
+        change = potential.inverse_temperature * sums.over_examples((proposed - current[:, :seen]).sum(1))
+        if seen < n:  # rejected already
+            log_ratio = torch.where(fixed_part == -torch.inf, fixed_part, torch.nan)
+            inside = is_finite(change) & is_finite(fixed_part)
+            return Verdict(zero.bool(), zero, log_ratio, inside, zero + seen, is_finite(level), zero, level), current
+        found = Estimate(fixed_part - change, zero + n, zero, is_finite(level))
+        verdict = metropolis(comparison, found, log_uniform, rate_by_decision=self.early_rejection)
+        return verdict._replace(potential=level), torch.where(verdict.is_accepted[:, None], proposed, current)
 
-    def _decide_early(
-        self, comparison: Comparison, current: Tensor, chunks: list[slice], fixed_part: Tensor, log_uniform: Tensor
-    ) -> tuple[Verdict, Tensor]:
-        """Accept iff lambda * sum(D) < budget. Unseen examples lower the sum by l_i(theta) at most: l_i(tau) >= 0."""
+    def _proposed_losses(self, comparison: Comparison, current: Tensor, chunks: list[slice], budget: Tensor) -> Tensor:
+        """l_i(tau) of all examples, (chains, n), or of fewer if these make rejection certain.
+
+        Accept iff lambda * sum(D) < budget. Unseen examples lower the sum by l_i(theta) at most: l_i(tau) >= 0.
+        """
+        if not self.early_rejection:
+            return torch.cat([comparison.proposed_losses(chunk) for chunk in chunks], 1)
         lam = comparison.potential.inverse_temperature
-        budget = fixed_part - log_uniform
-        total, all_current = torch.zeros_like(budget), sums.over_examples(current.sum(1))
-        unseen, finite = lam * all_current, is_finite(all_current)
+        total, unseen = torch.zeros_like(budget), lam * sums.over_examples(_not_negative(current).sum(1))
         slack = 1e-9 * (1 + unseen.abs())  # rounding of the partial sums must never decide
-        parts: list[Tensor] = []
-        seen = 0
-        while seen < current.shape[1] and not bool((total - unseen > budget + slack).all()):
-            chunk = chunks[len(parts)]
+        parts = [current[:, :0]]
+        for chunk in chunks:
+            if bool((total - unseen > budget + slack).all()):
+                break
             losses = _not_negative(comparison.proposed_losses(chunk))
             total = total + lam * sums.over_examples((losses - current[:, chunk]).sum(1))
             unseen = unseen - lam * sums.over_examples(current[:, chunk].sum(1))
             parts.append(losses)
-            seen = chunk.stop
-        zero = torch.zeros_like(budget)
-        if seen == current.shape[1]:
-            proposed = torch.cat(parts, 1)
-            log_ratio = fixed_part - lam * sums.over_examples((proposed - current).sum(1))
-            verdict = decision_as_rate(metropolis(comparison, log_ratio, log_uniform, seen))
-            verdict = verdict._replace(is_current_finite=finite, log_ratio_noise=zero)
-            return verdict, torch.where(verdict.is_accepted[:, None], proposed, current)
-        log_ratio = torch.where(fixed_part == -torch.inf, fixed_part, torch.nan)
-        inside = is_finite(total) & is_finite(fixed_part)
-        return Verdict(zero.bool(), zero, log_ratio, inside, zero + seen, finite, zero), current
+        return torch.cat(parts, 1)
 
     def approximation(self, *, fixed_data: bool) -> str | None:
         return None
@@ -257,17 +230,16 @@ def decisive(comparison: Comparison, generator: Randomness) -> Tensor:
     return uniform((comparison.num_chains,), torch.float64, comparison.device, generator).log()
 
 
-def metropolis(comparison: Comparison, log_ratio: Tensor, log_uniform: Tensor, num_examples: float | Tensor) -> Verdict:
-    """Accept iff log uniform < Y < inf: a NaN compares false, and +inf would be a loss of -inf."""
-    is_accepted = (log_uniform < log_ratio) & (log_ratio < torch.inf) & comparison.may_move
-    acceptance_rate = log_ratio.clamp(max=0).exp().nan_to_num(nan=0.0)
-    num = num_examples if isinstance(num_examples, Tensor) else torch.full_like(log_ratio, num_examples)
-    return Verdict(is_accepted, acceptance_rate, log_ratio, is_finite(log_ratio), num)
+def metropolis(comparison: Comparison, found: Estimate, log_uniform: Tensor, *, rate_by_decision: bool = False) -> Verdict:
+    """Accept iff log uniform < Y < inf: a NaN compares false, and +inf would be a loss of -inf.
 
-
-def decision_as_rate(verdict: Verdict) -> Verdict:
-    """If the data used depend on the uniform number, the mean of min(1, e^Y) is biased, that of decisions is not."""
-    return verdict._replace(acceptance_rate=verdict.is_accepted.double())
+    `rate_by_decision`: needed if the data used depend on the uniform number. The mean of min(1, e^Y) is then biased, that
+    of the decisions is not.
+    """
+    y, num_examples, noise, is_current_finite = found
+    is_accepted = (log_uniform < y) & (y < torch.inf) & comparison.may_move
+    rate = is_accepted.double() if rate_by_decision else y.clamp(max=0).exp().nan_to_num(nan=0.0)
+    return Verdict(is_accepted, rate, y, is_finite(y), num_examples, is_current_finite, noise)
 
 
 def _not_negative(losses: Tensor) -> Tensor:

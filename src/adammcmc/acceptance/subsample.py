@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from adammcmc.target.keyed import keys, order
 from adammcmc.target.leaves import is_finite
 from adammcmc.target.randomness import Randomness
 
-__all__ = ["Estimate", "Sample", "check_batch_size", "check_growth", "estimate", "full_data", "look_sizes"]
+__all__ = ["Estimate", "Sample", "check_batches", "estimate", "full_data", "look_sizes", "on_batch"]
 
 _ALMOST_ALL = 0.9  # a batch larger than this share of the data is extended to all of it
 
@@ -60,18 +59,23 @@ class Sample(NamedTuple):
         return self.x.std(1) * math.sqrt((1 - self.size / self.num_data) / self.size)
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """The final estimate of Y; each field has shape (chains,)."""
+class Estimate(NamedTuple):
+    """An estimate of Y; each field has shape (chains,)."""
 
     log_ratio: Tensor
     """Yhat; -inf outside the prior's support, NaN if no example was used."""
-    noise: Tensor
-    """s; 0 on all data."""
     num_examples: Tensor
-    """b, float64."""
-    is_current_finite: Tensor | None
+    """b, float64; NaN if unknown."""
+    noise: Tensor | None = None
+    """s; 0 on all data; None if unknown."""
+    is_current_finite: Tensor | None = None
     """Whether all losses at the current point were finite; None if they are those of the step's own batch."""
+
+
+def on_batch(comparison: Comparison) -> Estimate:
+    """Y on this step's own batch."""
+    y = comparison.batch_log_ratio()
+    return Estimate(y, torch.full_like(y, comparison.batch_size or math.nan), comparison.batch_noise())
 
 
 def estimate(
@@ -92,16 +96,14 @@ def estimate(
     """
     order_of = keys(comparison.num_chains, comparison.device, generator)
     if comparison.potential.fixed:  # this step's batch is all data
-        log_ratio = comparison.batch_log_ratio()
-        zero, n = torch.zeros_like(log_ratio), comparison.batch_size or math.nan
-        return Estimate(log_ratio, zero, torch.full_like(zero, n), None)
+        return on_batch(comparison)
     n = comparison.num_examples
     if batch_size > n:
         raise ValueError(f"`batch_size` must not exceed the number of examples, {n}, got {batch_size}.")
     known, scale = comparison.known(), comparison.inverse_temperature() * n
+    log_ratio = known.masked_fill(is_finite(known), torch.nan)
+    noise, num_examples = torch.zeros_like(known), torch.zeros_like(known)
     is_healthy = torch.ones_like(known, dtype=torch.bool)
-    result = Estimate(known.clone(), torch.zeros_like(known), torch.zeros_like(known), is_healthy)
-    result.log_ratio[is_finite(known)] = torch.nan
     chains = (is_finite(known) & comparison.may_move).nonzero().flatten()
     x, ordered = known.new_empty(len(chains), 0), order_of.new_empty(len(chains), 0)
     for look, size in enumerate(look_sizes(batch_size, growth, n), 1):
@@ -115,26 +117,21 @@ def estimate(
             difference, is_current_finite, _ = comparison.differences(ordered[:, x.shape[1] : size], chains)
         x = torch.cat([x, known[chains, None] - scale[chains, None] * difference], 1)
         sample = Sample(chains, x, n, look)
-        log_ratio = sample.log_ratio
-        result.log_ratio[chains], result.noise[chains], result.num_examples[chains] = log_ratio, sample.noise, float(size)
+        log_ratio[chains], noise[chains], num_examples[chains] = sample.log_ratio, sample.noise, float(size)
         is_healthy[chains] &= is_current_finite
         if is_enough is None or size == n:
             break
         is_constant = (x == x[:, :1]).all(1)  # a variance of zero is no evidence about the other examples
         # (a non-finite loss stays non-finite: more examples cannot help)
-        is_open = (~is_enough(sample) | is_constant) & is_finite(log_ratio)
+        is_open = (~is_enough(sample) | is_constant) & is_finite(sample.log_ratio)
         chains, x, ordered = chains[is_open], x[is_open], ordered[is_open]
-    return result
+    return Estimate(log_ratio, num_examples, noise, is_healthy)
 
 
-def check_batch_size(size: int, smallest: int = 2) -> None:
-    """A standard deviation needs two examples, a normal approximation more."""
+def check_batches(size: int, growth: float = 1.0, *, smallest: int = 2) -> None:
+    """A standard deviation needs two examples, a normal approximation more; and the batch must not shrink."""
     if type(size) is not int or size < smallest:
         raise ValueError(f"`batch_size` must be a whole number, at least {smallest}, got {size!r}.")
-
-
-def check_growth(growth: float) -> None:
-    """The batch must not shrink."""
     if not 1 <= growth < math.inf:
         raise ValueError(f"`growth` must be at least 1, got {growth}.")
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance.bounds import Bound, Table, Tables, distance
+from adammcmc.acceptance.bounds import Bound, Table, Tables
 from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
 from adammcmc.acceptance.metropolis import decisive, metropolis
-from adammcmc.acceptance.subsample import full_data
+from adammcmc.acceptance.subsample import Estimate, full_data, on_batch
 from adammcmc.errors import warn
 from adammcmc.target.keyed import keys, numbers, poisson
 from adammcmc.target.leaves import is_finite
@@ -75,11 +75,9 @@ class Tuna(AcceptanceTest):
         log_uniform, key = decisive(comparison, generator), keys(comparison.num_chains, comparison.device, generator)
         violations = torch.zeros_like(key) if carry is None else carry
         if comparison.potential.fixed:  # this step's batch is all data
-            y = comparison.batch_log_ratio()
-            return metropolis(comparison, y, log_uniform, comparison.batch_size or float("nan")), violations
-        n, m = comparison.num_examples, distance(self.bound, comparison)
+            return metropolis(comparison, on_batch(comparison)._replace(noise=None), log_uniform), violations
+        n, (table, m) = comparison.num_examples, self._tables(comparison)
         known, lam = comparison.known(), comparison.inverse_temperature()
-        table = self._tables(n, comparison.device)
         rate = lam * m * table.steps[-1]
         is_cheap = rate + self.chi * rate.square() <= n
         y, num, is_current_finite = known.clone(), torch.zeros_like(known), torch.ones_like(is_cheap)
@@ -100,9 +98,9 @@ class Tuna(AcceptanceTest):
                 "a loss changed by more than the bound of Tuna allows: the full data decided that step, and the chain "
                 "is no longer exact. Give a bound that holds.",
             )
-        verdict = metropolis(comparison, y, log_uniform, num)
+        verdict = metropolis(comparison, Estimate(y, num, is_current_finite=is_current_finite), log_uniform)
         # (with chi = 0, an example at its bound gives -inf: no way back, although the loss is finite)
-        return verdict._replace(is_finite=is_proposed_finite, is_current_finite=is_current_finite), violations + is_broken
+        return verdict._replace(is_finite=is_proposed_finite), violations + is_broken
 
     def _poisson(self, comparison: Comparison, chains: Tensor, key: Tensor, table: Table, m: Tensor, rate: Tensor) -> _Poisson:
         extra = self.chi * rate[:, None]

@@ -37,7 +37,8 @@ from adammcmc.runs.plan import Plan
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.progress import track
 from adammcmc.samplers.terminal import say
-from adammcmc.target.data import as_data, to_device
+from adammcmc.target.batches import to_device
+from adammcmc.target.data import as_data
 from adammcmc.target.likelihood import GaussianNLL, Likelihood, Loss, as_likelihood, likelihood_of
 
 __all__ = ["Announcement", "Recipe", "Source", "find", "load_data", "prepare"]

@@ -19,7 +19,8 @@ from torch import Tensor
 from adammcmc.jets.data import Jets
 from adammcmc.jets.features import JetData
 from adammcmc.jets.files import jet_files, stream_jets
-from adammcmc.target.data import Batch, Data, derive_seed
+from adammcmc.target.batches import Batch
+from adammcmc.target.data import Data, derive_seed
 
 __all__ = ["StreamedJets"]
 

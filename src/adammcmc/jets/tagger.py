@@ -33,7 +33,7 @@ from adammcmc.runs.plan import Plan
 from adammcmc.samplers.adam import AdamMCMC, AsReleased
 from adammcmc.samplers.exact import Underdamped
 from adammcmc.samplers.progress import Bar, show_bar
-from adammcmc.target.data import to_device
+from adammcmc.target.batches import to_device
 from adammcmc.target.priors import Gaussian
 
 __all__ = ["NETWORKS", "Sampling", "Tagger", "Training", "best_device"]

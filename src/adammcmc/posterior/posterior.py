@@ -21,7 +21,8 @@ from adammcmc.posterior.store.folder import FolderStore, Record, Store
 from adammcmc.posterior.summary import Summary
 from adammcmc.samplers.health import Health
 from adammcmc.samplers.terminal import printable
-from adammcmc.target.data import Batch, Data, IterableData, as_data, num_rows, part_of
+from adammcmc.target.batches import Batch, num_rows, part_of
+from adammcmc.target.data import Data, IterableData, as_data
 from adammcmc.target.likelihood import Likelihood, as_likelihood
 
 __all__ = ["Posterior"]

@@ -22,17 +22,8 @@ from torch.utils import _pytree
 
 from adammcmc.posterior import uncertainty
 from adammcmc.samplers.progress import track
-from adammcmc.target.data import (
-    Batch,
-    Data,
-    IterableData,
-    describe_batch,
-    joined_batches,
-    num_rows,
-    part_of,
-    regrouped,
-    to_device,
-)
+from adammcmc.target.batches import Batch, describe_batch, joined_batches, num_rows, part_of, regrouped, to_device
+from adammcmc.target.data import Data, IterableData
 from adammcmc.target.likelihood import Likelihood, Loss
 
 __all__ = ["Prediction", "Probe", "log_mixture", "predict"]

@@ -34,7 +34,8 @@ from adammcmc.samplers.corrected import CorrectedMALA
 from adammcmc.samplers.progress import show_bar
 from adammcmc.samplers.sampler import Sampler
 from adammcmc.samplers.stacked import CannotStack, Setup, StackedChains, setup_of, stack
-from adammcmc.target.data import as_data, derive_seed, to_device
+from adammcmc.target.batches import to_device
+from adammcmc.target.data import as_data, derive_seed
 from adammcmc.target.likelihood import DataExamples, Loss, as_likelihood, likelihood_of
 
 if TYPE_CHECKING:

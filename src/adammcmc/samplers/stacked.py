@@ -33,7 +33,8 @@ from adammcmc.samplers.packing import Packing
 from adammcmc.samplers.sampler import Sampler
 from adammcmc.samplers.view import ChainView
 from adammcmc.samplers.vmapped import StackedPrior, VmappedModel
-from adammcmc.target.data import Batch, Examples
+from adammcmc.target.batches import Batch
+from adammcmc.target.data import Examples
 from adammcmc.target.leaves import Leaves, Setting, by_chain, spread_settings
 from adammcmc.target.potential import Evaluation, Target, potential_difference
 from adammcmc.target.randomness import Randomness

@@ -33,23 +33,16 @@ _MOST_PARAMS = 2000  # for a Hessian, P x P in float64
 class Control(Protocol):
     """The known part of the change of the losses."""
 
-    @property
-    def order(self) -> int:
-        """Order of the polynomial."""
-        ...
-
-    @property
-    def reference(self) -> Leaves:
-        """The expansion point, with a chain axis of length 1."""
-        ...
+    order: int
+    """Order of the polynomial."""
+    reference: Leaves
+    """The expansion point, with a chain axis of length 1."""
 
     def total(self, params: Leaves, proposed: Leaves) -> Tensor:
         """sum_i of T_i(tau) - T_i(theta) over all examples, (chains,), float64."""
-        ...
 
     def differences(self, params: Leaves, proposed: Leaves, indices: slice | Tensor) -> Tensor:
         """T_i(tau) - T_i(theta) of selected examples, (chains, examples), float64."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +88,7 @@ class Taylor:
         _load_forward_mode()
         self._losses, self._tensors, self.order = losses, tensors, order
         self._reference = tuple(x.detach().clone() for x in reference)
+        self.reference = tuple(x[None] for x in self._reference)
         size = sum(x.numel() for x in reference)
         check_order(order, size)
         shapes = [x.shape for x in reference]
@@ -107,15 +101,12 @@ class Taylor:
         self._grad, self._hessian = torch.zeros_like(flat), flat.new_zeros(size if order == 2 else 0, size)
         axes = torch.split(torch.eye(size if order == 2 else 0, size, dtype=flat.dtype, device=flat.device), _COLUMNS)
         for i in range(0, len(tensors[0]), _CHUNK):
-            rows = [_widest(t[i : i + _CHUNK]) for t in tensors]
+            rows = [t[i : i + _CHUNK] for t in tensors]
+            rows = [t.double() if t.is_floating_point() else t for t in rows]
             slope = functools.partial(grad(total), rows=rows)
             self._grad += slope(flat)
             if order == 2:
                 self._hessian += torch.cat([vmap(lambda axis, f=slope: jvp(f, (flat,), (axis,))[1])(some) for some in axes])
-
-    @property
-    def reference(self) -> Leaves:
-        return tuple(x[None] for x in self._reference)
 
     def total(self, params: Leaves, proposed: Leaves) -> Tensor:
         # (moves in the dtype used by `differences`, so that what is added here is what is subtracted there)
@@ -158,7 +149,3 @@ def _load_forward_mode() -> None:
 def _flat(leaves: Leaves) -> Tensor:
     """(chains, P), float64."""
     return torch.cat([x.reshape(x.shape[0], -1).double() for x in leaves], 1)
-
-
-def _widest(x: Tensor) -> Tensor:
-    return x.double() if x.is_floating_point() else x

@@ -15,8 +15,9 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import length_hint
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -34,24 +35,10 @@ from torch.utils.data import (
 )
 
 from adammcmc.errors import warn
-from adammcmc.target.batches import Batch, describe_batch, joined_batches, num_rows, part_of, regrouped, to_device
-from adammcmc.target.examples import Examples, TensorExamples
+from adammcmc.target.batches import Batch, regrouped
 from adammcmc.target.fingerprints import digest, fingerprint, held_arrays, select_rows
 
-__all__ = [
-    "Batch",
-    "Data",
-    "Examples",
-    "TensorExamples",
-    "as_data",
-    "derive_seed",
-    "describe_batch",
-    "joined_batches",
-    "num_rows",
-    "part_of",
-    "regrouped",
-    "to_device",
-]
+__all__ = ["Data", "Examples", "Indexed", "IterableData", "TensorExamples", "as_data", "derive_seed"]
 
 _Job = tuple[int, list[int]]
 """A batch to load: the seed of its random numbers, and its examples."""
@@ -207,9 +194,7 @@ class DatasetData(Indexed):
 
     def all_rows(self) -> str | None:
         dataset: Any = self._source._dataset
-        if isinstance(dataset, TensorDataset):
-            return digest("tensors", dataset.tensors)
-        return digest("held", held_arrays(dataset))
+        return digest("tensors" if isinstance(dataset, TensorDataset) else "held", held_arrays(dataset))
 
     def restart(self, seed: int) -> None:
         super().restart(seed)
@@ -319,14 +304,13 @@ def as_data(source: Any, batch_size: int | None = None, num_data: int | None = N
     elif isinstance(source, IterableDataset):
         if batch_size is None:
             raise ValueError("`batch_size` is needed with an IterableDataset: it cannot be fetched as one batch.")
-        stateful = source if _is_stateful(source) else None
-        data = IterableData(DataLoader(source, batch_size), num_data or _length(source), stateful)
+        data = IterableData(DataLoader(source, batch_size), num_data or length_hint(source), _stateful(source))
     elif isinstance(source, Dataset) or _has_numbered_examples(source):
         data = DatasetData(source, batch_size)
     elif isinstance(source, Tensor | np.ndarray | str | Path | tuple | list | dict):
         data = TensorData(source, batch_size)
     elif isinstance(source, Iterable):
-        data = IterableData(source, num_data, source if _is_stateful(source) else None)
+        data = IterableData(source, num_data, _stateful(source))
     else:
         raise TypeError(
             "the data must be tensors (inputs, targets), a Dataset or a DataLoader, got " + type(source).__name__ + "."
@@ -345,10 +329,10 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, num_data: int 
             raise ValueError(
                 f"`batch_size` is {batch_size}, but the DataLoader makes batches of {loader.batch_size}: leave it out."
             )
-        stateful: Any = loader if _is_stateful(loader) else dataset
-        if not _is_stateful(stateful) or (stateful is dataset and loader.num_workers > 0):
-            stateful = None
-        return IterableData(loader, num_data or _length(dataset), stateful)
+        stateful = _stateful(loader)
+        if stateful is None and loader.num_workers == 0:
+            stateful = _stateful(dataset)
+        return IterableData(loader, num_data or length_hint(dataset), stateful)
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         raise ValueError(
             f"the DataLoader's {type(loader.batch_sampler).__name__} cannot be taken over, since the library defines "
@@ -357,8 +341,9 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, num_data: int 
     size = batch_size or loader.batch_size
     if loader.batch_sampler is None or size is None:
         raise ValueError("the DataLoader has batch_size=None: pass its data set and a `batch_size` instead.")
-    chosen, total = _length(loader.sampler), _length(dataset)
-    if chosen is not None and chosen != total:
+    total = len(dataset)  # type: ignore[arg-type]
+    chosen = length_hint(loader.sampler, total)
+    if chosen != total:
         raise ValueError(
             f"the DataLoader's {type(loader.sampler).__name__} chooses {chosen} of {total} examples, but the library "
             "serves the whole data set. Choose them with torch.utils.data.Subset."
@@ -384,6 +369,57 @@ def derive_seed(*numbers: int) -> int:
     # numpy's SeedSequence gives (1,) and (1, 0) the same seed
     text = ",".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+class Examples(Protocol):
+    """The training set as per-example losses at the model's current weights."""
+
+    def __len__(self) -> int: ...
+
+    def losses(self, indices: slice | Tensor) -> Tensor:
+        """Losses of the selected examples, (len(indices),). Called without gradient, except by `CorrectedMALA`."""
+
+
+class TensorExamples:
+    """Examples held in tensors: `loss(*batch)` gives the losses, one per example of the batch.
+
+    Example:
+        >>> import torch, torch.nn.functional as F
+        >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(8, 3), torch.zeros(8, dtype=torch.long)
+        >>> examples = TensorExamples(lambda x, y: F.cross_entropy(model(x), y, reduction="none"), x, y)
+        >>> examples.losses(slice(0, 4)).shape
+        torch.Size([4])
+    """
+
+    def __init__(self, loss: Callable[..., Tensor], *tensors: Tensor) -> None:
+        if not tensors:
+            raise ValueError("`tensors` must hold the data set, for example TensorExamples(loss, inputs, targets).")
+        if len({len(t) for t in tensors}) > 1:
+            raise ValueError(f"the tensors must have one length, got {[len(t) for t in tensors]}.")
+        if len(tensors[0]) == 0:
+            raise ValueError("the data set is empty.")
+        self._loss = loss
+        self._tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors[0])
+
+    def losses(self, indices: slice | Tensor) -> Tensor:
+        return self.losses_of(self.rows(indices))
+
+    def rows(self, indices: slice | Tensor) -> list[Tensor]:
+        """The selected examples."""
+        return [t[indices] for t in self._tensors]
+
+    def losses_of(self, batch: list[Tensor]) -> Tensor:
+        """Losses of these examples."""
+        losses = self._loss(*batch)
+        if losses.shape != (len(batch[0]),):
+            raise ValueError(
+                f"`loss` must return one loss for each example, shape ({len(batch[0])},), got {tuple(losses.shape)}. "
+                'Most losses do with reduction="none".'
+            )
+        return losses
 
 
 class _Batches(Dataset[Any]):
@@ -444,15 +480,9 @@ def _check_batch_size(size: Any) -> None:
         raise ValueError(f"`batch_size` must be a positive integer, got {size!r}.")
 
 
-def _is_stateful(x: Any) -> bool:
-    return hasattr(x, "state_dict") and hasattr(x, "load_state_dict")
-
-
-def _length(x: Any) -> int | None:
-    try:
-        return len(x)
-    except TypeError:
-        return None
+def _stateful(x: Any) -> Any:
+    """The argument if its position can be saved and restored, else None."""
+    return x if hasattr(x, "state_dict") and hasattr(x, "load_state_dict") else None
 
 
 def _has_numbered_examples(x: Any) -> bool:

@@ -176,7 +176,7 @@ class DataDensity:
             self._check_independence(params)
         rows = [t[indices] for t in self._tensors]
         own = 0 if isinstance(indices, Tensor) and indices.dim() > 1 else None
-        shape = (params[0].shape[0], *(rows[0].shape[:2] if own == 0 else rows[0].shape[:1])[-1:])
+        shape = params[0].shape[0], rows[0].shape[0 if own is None else 1]
         losses = vmap(self._one, in_dims=(0, own))(params, rows)
         if losses.shape != shape:
             raise ValueError(

@@ -62,11 +62,11 @@ def digest(kind: str, leaves: Sequence[Any]) -> str | None:
 
 def held_arrays(dataset: Any) -> list[Any]:
     """The per-example arrays that a data set holds in memory under the usual names; for a subset, its rows of them."""
+    if isinstance(dataset, TensorDataset):
+        return list(dataset.tensors)
     if isinstance(dataset, Subset):
-        whole = dataset.dataset
-        held = list(whole.tensors) if isinstance(whole, TensorDataset) else held_arrays(whole)
         rows = torch.as_tensor(dataset.indices)
-        return [select_rows(x, rows) for x in held if x.nbytes <= _MOST_BYTES]
+        return [select_rows(x, rows) for x in held_arrays(dataset.dataset) if x.nbytes <= _MOST_BYTES]
     found: list[Any] = []
     for name in ("data", "targets", "labels"):
         x = getattr(dataset, name, None)

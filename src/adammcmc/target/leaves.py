@@ -146,8 +146,8 @@ def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 def select(mask: Tensor, yes: Leaves, no: Leaves) -> Leaves:
     """For each chain `yes` where `mask`, else `no`; the leaves are returned as they are when all chains agree.
 
-    On the CPU looking at the mask costs nothing and saves a pass over memory; on an accelerator looking would
-    stall the device, so there the choice is always made by the device.
+    On the CPU, reading the mask costs nothing and saves a pass over memory; on an accelerator it would stall the device,
+    which makes the choice itself.
     """
     if mask.device.type == "cpu":
         if bool(mask.all()):

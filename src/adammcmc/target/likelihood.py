@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from adammcmc.target.data import Batch, Data, describe_batch, num_rows, part_of, to_device
+from adammcmc.target.batches import Batch, describe_batch, num_rows, part_of, to_device
+from adammcmc.target.data import Data
 
 __all__ = ["LIKELIHOODS", "DataExamples", "GaussianNLL", "Likelihood", "Loss", "as_likelihood", "grows", "likelihood_of"]
 
@@ -67,14 +68,13 @@ class Likelihood(NamedTuple):
         return self.name == "gaussian" and self.noise is None
 
     @staticmethod
-    def _halves(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def _halves(outputs: Tensor) -> tuple[Tensor, ...]:
         if outputs.dim() < 2 or outputs.shape[1] % 2:
             raise ValueError(
                 f"a network that predicts its noise must return means and log variances side by side, shape (batch, 2 "
                 f"k), got {tuple(outputs.shape)}. For a network that returns means alone, give the noise: GaussianNLL(0.1)."
             )
-        means, log_variances = outputs.chunk(2, 1)
-        return means, log_variances
+        return outputs.chunk(2, 1)
 
 
 _TO_PROBABILITIES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -85,15 +85,11 @@ _TO_PROBABILITIES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 LIKELIHOODS = (*_TO_PROBABILITIES, "gaussian", "values")
 _MODEL_NAMES = ("model", "module", "net", "network")
-_KNOWN: dict[Any, str] = {
-    F.cross_entropy: "categorical",
-    nn.CrossEntropyLoss: "categorical",
-    F.nll_loss: "log_categorical",
-    nn.NLLLoss: "log_categorical",
-    F.binary_cross_entropy_with_logits: "bernoulli",
-    nn.BCEWithLogitsLoss: "bernoulli",
-    F.binary_cross_entropy: "bernoulli_probabilities",
-    nn.BCELoss: "bernoulli_probabilities",
+_KNOWN: dict[str, tuple[Any, type[nn.Module]]] = {
+    "categorical": (F.cross_entropy, nn.CrossEntropyLoss),
+    "log_categorical": (F.nll_loss, nn.NLLLoss),
+    "bernoulli": (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss),
+    "bernoulli_probabilities": (F.binary_cross_entropy, nn.BCELoss),
 }
 
 
@@ -154,8 +150,8 @@ def likelihood_of(loss: Callable[..., Any]) -> Likelihood:
     loss = _unwrapped(loss)
     if isinstance(known := getattr(loss, "likelihood", None), Likelihood):
         return known
-    for key, name in _KNOWN.items():
-        if loss is key or (isinstance(key, type) and isinstance(loss, key)):
+    for name, (function, module) in _KNOWN.items():
+        if loss in (function, module) or isinstance(loss, module):
             return Likelihood(name)
     return Likelihood("values")
 

@@ -75,12 +75,10 @@ class Potential(Protocol):
     @property
     def scale(self) -> Setting:
         """lambda * n: U = scale * V. One number, or one per chain."""
-        ...
 
     @property
     def inverse_temperature(self) -> Setting:
         """lambda: one number, or one per chain."""
-        ...
 
     fixed: bool
     """Whether every evaluation uses the same data, so that values can be reused at the next step."""
@@ -92,23 +90,19 @@ class Potential(Protocol):
     @property
     def num_examples(self) -> int | None:
         """How many examples `example_losses` can evaluate; None if it cannot."""
-        ...
 
     @property
     def control(self) -> Control | None:
         """The control variate of the per-example losses, if there is one."""
-        ...
 
     def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
         """The losses, the log prior and, if requested, the gradient of V at `params`."""
-        ...
 
     def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
         """The same with (1/n) sum_i w_i l_i, (chains,), float64, in place of the mean loss, always with its gradient.
 
         `weights`: (chains, num_examples). Only examples with a nonzero weight in some chain are evaluated.
         """
-        ...
 
     def compare(self, current: Evaluation, proposed: Evaluation) -> Tensor:
         """U(proposed) - U(current), (chains,), float64."""
@@ -116,11 +110,9 @@ class Potential(Protocol):
 
     def log_prior(self, params: Leaves) -> Tensor:
         """log prior, (chains,), float64, without evaluating the loss."""
-        ...
 
     def example_losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
         """Losses of selected examples, (chains, examples), without gradient; `indices` may have one row per chain."""
-        ...
 
 
 def potential_difference(scale: Setting, current: Evaluation, proposed: Evaluation) -> Tensor:

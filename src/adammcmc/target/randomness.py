@@ -8,7 +8,7 @@ one for GPUs).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -61,21 +61,18 @@ class Generators(Streams):
         self._generators = list(generators)
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        numbers = self._empty(shape, dtype, device)
-        for row, generator in zip(numbers.unsqueeze(1), self._generators, strict=True):
-            row.normal_(generator=generator)
-        return numbers
+        return self._filled(Tensor.normal_, shape, dtype, device)
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        numbers = self._empty(shape, dtype, device)
-        for row, generator in zip(numbers.unsqueeze(1), self._generators, strict=True):
-            row.uniform_(generator=generator)
-        return numbers
+        return self._filled(Tensor.uniform_, shape, dtype, device)
 
-    def _empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _filled(self, fill: Callable[..., Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         if shape[0] != len(self._generators):
             raise ValueError(f"there are generators for {len(self._generators)} chains, but {shape[0]} rows were requested.")
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
+        numbers = torch.empty(tuple(shape), dtype=dtype, device=device)
+        for row, generator in zip(numbers.unsqueeze(1), self._generators, strict=True):
+            fill(row, generator=generator)
+        return numbers
 
     def get_state(self) -> Tensor:
         return torch.stack([generator.get_state() for generator in self._generators])

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adammcmc.target.leaves import Leaves, Setting
+from adammcmc.target.leaves import Leaves, Setting, per_chain
 from adammcmc.target.potential import Potential
 from adammcmc.target.sums import sums
 
@@ -54,7 +54,7 @@ def _direction(params: Leaves, seed: int) -> Leaves:
     for leaf in params:
         size = leaf.detach().double().flatten(1).square().mean(1).sqrt().to(leaf.dtype)
         noise = torch.randn(leaf.shape, dtype=leaf.dtype, device=leaf.device, generator=generator)
-        directions.append(noise * (_STEP * size.reshape(-1, *([1] * (leaf.dim() - 1)))))
+        directions.append(noise * (_STEP * per_chain(size, leaf)))
     return tuple(directions)
 
 
