@@ -31,7 +31,7 @@ MUTANTS = [
     Mutant(
         "random numbers pass under fixed data",
         "samplers/closure.py",
-        "exactly=self._layers.draws_numbers",
+        "exactly=self._layers.seen.draws_numbers",
         "exactly=False",
         "tests/test_resolution.py",
     ),
@@ -213,8 +213,8 @@ MUTANTS = [
     Mutant(
         "the statistics of a draw left in the chain",
         "samplers/layers.py",
-        "                        buffer(moving).copy_(value)\n",
-        "                        pass\n",
+        "                    self.abort()\n",
+        "                    pass\n",
         "tests/test_layers.py",
     ),
     Mutant(
@@ -332,15 +332,15 @@ MUTANTS = [
     Mutant(
         "one temperature for all chains",
         "samplers/stacked.py",
-        "self.scale: Setting = _joined([target.scale for target in targets], network.device)",
-        "self.scale: Setting = targets[0].scale",
+        "self.scale = _joined([target.scale for target in targets], prototype.device)",
+        "self.scale = targets[0].scale",
         "tests/test_stacked.py",
     ),
     Mutant(
         "the prior's gradient in the units of the first chain",
         "samplers/stacked.py",
         "by_chain(1 / self.scale, q)",
-        "by_chain(1 / self._stack.targets[0].scale, q)",
+        "by_chain(1 / self._stack.owner.targets[0].scale, q)",
         "tests/test_stacked.py",
     ),
     Mutant(

@@ -454,11 +454,11 @@ def test_whatever_changes_is_looked_into_before_the_next_replay(change: str) -> 
     x, y = batches(1)[0]
     for _ in range(2):
         sampler.step(lambda: F.cross_entropy(model(x), y))
-    sampler.chains.replay.clock_at = sampler.num_steps  # as after a replay
-    before = sampler.chains.replay.token()
-    assert sampler.chains.replay.token() == before
+    sampler.chains.clock_at = sampler.num_steps  # as after a replay
+    before = sampler.chains.token()
+    assert sampler.chains.token() == before
     CHANGES[change](model, sampler)
-    assert sampler.chains.replay.token() != before
+    assert sampler.chains.token() != before
 
 
 def test_nothing_is_collected_during_a_capture() -> None:

@@ -32,7 +32,7 @@ def potential(prior: Prior | None, reduction: str = "mean") -> tuple[ClosurePote
     target = Target(200, 0.5, prior)
     layers = Layers("batch", torch.device("cpu"))
     closure = ClosurePotential([loss], packing, target=target, examples=examples, layers=layers, fixed=False, name=str)
-    closure.hold(held)
+    closure.held = held
     return closure, packing, model
 
 

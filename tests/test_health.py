@@ -28,7 +28,8 @@ from adammcmc import (
     UniformBox,
 )
 from adammcmc.samplers.diagnostics import ess_bulk
-from adammcmc.samplers.health import Monitor, _effective_draws, beta_eff
+from adammcmc.samplers.health import _effective_draws, beta_eff, read_health
+from adammcmc.samplers.sums import RunningSums
 from tests.doors import X, Y, network, seeded
 
 
@@ -259,11 +260,11 @@ def test_one_layer_at_another_temperature_is_named() -> None:
     monitor = watched(level, ["stiff", "soft"], [40, 4000])
     for point in noise:
         monitor.add_products(torch.tensor([40.0, 4000.0]) * (torch.tensor([1.3, 1.0]) + 0.1 * point))
-    (finding,) = monitor.read(**{**CONTEXT, "is_exact": False}).findings
+    (finding,) = read_health(monitor, **{**CONTEXT, "is_exact": False}).findings
     assert finding.kind == "temperature"
     assert finding.says.startswith("layers at a temperature other than the target's: stiff 1.3")
     assert "soft" not in finding.says
-    assert kinds(monitor.read(**CONTEXT)) == ["cannot tell"], "an exact chain has not mixed"
+    assert kinds(read_health(monitor, **CONTEXT)) == ["cannot tell"], "an exact chain has not mixed"
 
 
 def test_there_is_no_temperature_where_the_edge_of_the_prior_is_met() -> None:
@@ -297,14 +298,14 @@ def test_full_data_has_no_noise() -> None:
     assert "too hot" not in kinds(health)
 
 
-def watched(levels: torch.Tensor, layers: Sequence[str] = ("a",), sizes: Sequence[int] = (50,)) -> Monitor:
+def watched(levels: torch.Tensor, layers: Sequence[str] = ("a",), sizes: Sequence[int] = (50,)) -> RunningSums:
     """A monitor of a chain with these values of U, and nothing else known."""
-    monitor = Monitor(torch.device("cpu"), layers, sizes)
+    monitor = RunningSums(torch.device("cpu"), layers, sizes)
     zero, nan = torch.zeros(1, dtype=torch.float64), torch.full((1,), math.nan, dtype=torch.float64)
     rate = torch.full((1,), 0.8, dtype=torch.float64)
     accepted = torch.ones(1, dtype=torch.float64)
     for level in levels:
-        monitor.add(Info(zero, nan, zero, nan, rate, accepted, accepted, zero, level[None], nan, zero), 1.0)
+        monitor.add((Info(zero, nan, zero, nan, rate, accepted, accepted, zero, level[None], nan, zero), 1.0))
     return monitor
 
 
@@ -331,7 +332,7 @@ def test_effective_draws_are_those_of_the_diagnostics(memory: float) -> None:
 
 def test_the_monitor_agrees_with_the_diagnostics() -> None:
     x = 50 + 5 * autoregressive(3000, 20)
-    health = watched(x).read(**CONTEXT)
+    health = read_health(watched(x), **CONTEXT)
     assert health.is_healthy, health.verdict
     assert health.effective_draws == pytest.approx(float(ess_bulk(x[None])), rel=0.25)
 
@@ -339,7 +340,7 @@ def test_the_monitor_agrees_with_the_diagnostics() -> None:
 @pytest.mark.parametrize(("size", "word"), [(-60.0, "falling"), (60.0, "rising")])
 def test_a_trend_is_reported_with_its_size_and_worth_few_draws(size: float, word: str) -> None:
     x = 50 + 5 * autoregressive(1500, 5) + torch.linspace(0, size, 1500)
-    health = watched(x).read(**CONTEXT)
+    health = read_health(watched(x), **CONTEXT)
     assert kinds(health) == ["cannot tell"]
     assert health.effective_draws < 3
     third = abs(float(x[992:1488].mean() - x[:496].mean()))
@@ -350,20 +351,20 @@ def test_a_trend_is_reported_with_its_size_and_worth_few_draws(size: float, word
 def test_a_failed_burn_in_is_forgiven_when_u_has_settled() -> None:
     level = 50 + 5 * autoregressive(1500, 5)
     failed = {**CONTEXT, "burn_in": "burn-in ended too early"}
-    assert watched(level).read(**failed).is_healthy
-    assert kinds(watched(level[:100]).read(**failed)) == ["cannot tell", "burn-in"]
-    assert kinds(watched(level - torch.linspace(0, 60, 1500)).read(**failed)) == ["cannot tell", "burn-in"]
-    assert "burn-in" in kinds(watched(level).read(**{**failed, "knows_potential": False}))
+    assert read_health(watched(level), **failed).is_healthy
+    assert kinds(read_health(watched(level[:100]), **failed)) == ["cannot tell", "burn-in"]
+    assert kinds(read_health(watched(level - torch.linspace(0, 60, 1500)), **failed)) == ["cannot tell", "burn-in"]
+    assert "burn-in" in kinds(read_health(watched(level), **{**failed, "knows_potential": False}))
 
 
 @pytest.mark.parametrize("num_steps", [1, 15, 16, 17, 1023, 1024, 1025, 3000])
 def test_sums_are_right_at_every_length(num_steps: int) -> None:
-    monitor, rates = Monitor(torch.device("cpu")), torch.rand(num_steps, generator=seeded(), dtype=torch.float64)
+    monitor, rates = RunningSums(torch.device("cpu")), torch.rand(num_steps, generator=seeded(), dtype=torch.float64)
     for rate in rates:
-        monitor.add(Info(*(rate[None] for _ in Info._fields)), 1.0)
-    health = monitor.read(**CONTEXT)
+        monitor.add((Info(*(rate[None] for _ in Info._fields)), 1.0))
+    health = read_health(monitor, **CONTEXT)
     assert health.num_steps == num_steps
-    assert monitor.totals()["rate"] == pytest.approx(float(rates.sum()), rel=1e-9)
+    assert monitor.totals()[0]["rate"] == pytest.approx(float(rates.sum()), rel=1e-9)
     per_batch = 16 * monitor.steps.per_batch
     whole = num_steps // per_batch * per_batch
     assert not whole or health.acceptance == pytest.approx(float(rates[:whole].mean()), rel=1e-9)
@@ -371,21 +372,23 @@ def test_sums_are_right_at_every_length(num_steps: int) -> None:
 
 def test_separate_sums_equal_those_of_chains_run_alone() -> None:
     generator = torch.Generator().manual_seed(0)
-    together = Monitor(torch.device("cpu"), ["a", "b"], [3, 4], num_chains=3)
-    alone = [Monitor(torch.device("cpu"), ["a", "b"], [3, 4]) for _ in range(3)]
+    together = RunningSums(torch.device("cpu"), ["a", "b"], [3, 4], num_chains=3)
+    alone = [RunningSums(torch.device("cpu"), ["a", "b"], [3, 4]) for _ in range(3)]
     scale = torch.tensor([10.0, 20.0, 5.0], dtype=torch.float64)
     for step in range(333):
         info = Info(*(torch.rand(3, generator=generator, dtype=torch.float64) for _ in Info._fields))
         products = torch.rand(3, 2, generator=generator, dtype=torch.float64)
-        together.add(info, scale)
+        together.add((info, scale))
         for c, monitor in enumerate(alone):
-            monitor.add(Info(*(field[c : c + 1] for field in info)), float(scale[c]))
+            monitor.add((Info(*(field[c : c + 1] for field in info)), float(scale[c])))
         if step % 10 == 0:
             together.add_products(products)
             for c, monitor in enumerate(alone):
-                monitor.add_products(products[c])
-    assert together.totals_by_chain() == [pytest.approx(monitor.totals()) for monitor in alone]
-    for part, monitor in zip(together.chains(), alone, strict=True):
-        assert part.read(**CONTEXT).acceptance == pytest.approx(monitor.read(**CONTEXT).acceptance)
-        assert part.read(**CONTEXT).temperatures == pytest.approx(monitor.read(**CONTEXT).temperatures)
-        torch.testing.assert_close(part.state_dict(), monitor.state_dict())
+                monitor.add_products(products[c : c + 1])
+    assert together.totals() == [pytest.approx(monitor.totals()[0]) for monitor in alone]
+    for c, monitor in enumerate(alone):
+        found, expected = read_health(together, c, **CONTEXT), read_health(monitor, **CONTEXT)
+        assert found.acceptance == pytest.approx(expected.acceptance)
+        assert found.temperatures == pytest.approx(expected.temperatures)
+        for part in ("steps", "products", "trace"):
+            torch.testing.assert_close(getattr(together, part).means(c), getattr(monitor, part).means(0))

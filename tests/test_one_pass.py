@@ -25,7 +25,7 @@ from adammcmc.backends.underdamped import OnePassUnderdamped
 from adammcmc.kernels import adam_mcmc, as_released, hmc, mala, underdamped
 from adammcmc.kernels.kernel import ChainState, Info
 from adammcmc.samplers import sampler as shell
-from adammcmc.samplers.health import Monitor
+from adammcmc.samplers.sums import RunningSums
 from adammcmc.target import Evaluation, Gaussian
 from adammcmc.target.leaves import standard_normal
 from adammcmc.target.potential import potential_difference
@@ -315,7 +315,7 @@ def test_fixed_data_are_the_same_chain(prior: Prior | None) -> None:
 def test_the_temperature_is_theta_times_the_gradient(make, fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the weights where the gradient was taken, the prior's part included."""
     seen: list[torch.Tensor] = []
-    monkeypatch.setattr(Monitor, "add_products", lambda self, products: seen.append(products))
+    monkeypatch.setattr(RunningSums, "add_products", lambda self, products: seen.append(products))
     model, other = network(), network()
     sampler = make(model, prior=Gaussian(0.5), fixed_data=fixed)
     sampler.step(lambda: losses(model))

@@ -710,14 +710,3 @@ def test_chains_may_differ_in_settings_only() -> None:
         setups = [setup_of(plain, model), setup_of(other, model)]
         with pytest.raises(CannotStack, match=f"`{name}` differs between the chains"):
             stack_chains(plain, model, Loss(F.cross_entropy), setups, streams([0, 1], torch.device("cpu")))
-
-
-def test_a_draw_is_a_copy_and_refused_while_settings_change() -> None:
-    stack = stack_of(network(), ALGORITHM_1)
-    draw = stack.draw(1)
-    kept = {name: x.clone() for name, x in draw.items()}
-    for _ in range(10):
-        stack.step((X, Y))
-    assert all(torch.equal(draw[name], kept[name]) for name in draw)
-    with pytest.raises(RuntimeError, match="still adapts"):
-        stack_of(network(), ALGORITHM_1, burn_in=20).draw(0)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from adammcmc.errors import StoreCorrupt
 from adammcmc.posterior.store.folder import Store
-from adammcmc.samplers.health import Health, read_health, split_sums
+from adammcmc.samplers.health import Health, read_health
 from adammcmc.samplers.packing import Packing, padding_rows
+from adammcmc.samplers.sums import RunningSums
 
 __all__ = ["ChainState", "chain_settings", "chain_states"]
 
@@ -18,19 +20,21 @@ __all__ = ["ChainState", "chain_settings", "chain_states"]
 class ChainState(NamedTuple):
     """The part of a checkpoint that describes the past of one chain."""
 
-    monitor: dict[str, Any]
-    sums: dict[str, Any] | None
+    number: int
+    """Of the chain among those of the checkpoint."""
+    sums: RunningSums
+    context: dict[str, Any]
     moments: dict[str, Any] | None
     """State of `Moments`; None if the run kept none."""
 
     @property
     def has_potential(self) -> bool:
         """Whether U was computed on all data, not estimated on batches."""
-        return bool(self.monitor["context"]["knows_potential"])
+        return bool(self.context["knows_potential"])
 
     def health(self) -> Health:
         """The self-tests since burn-in."""
-        return read_health(self.monitor, self.sums)
+        return read_health(self.sums, self.number, **self.context)
 
 
 def chain_states(store: Store, chains: Sequence[int]) -> dict[int, ChainState]:
@@ -46,19 +50,22 @@ def _read_states(store: Store, chains: Sequence[int]) -> dict[int, ChainState]:
         number = whole["sampler"]["num_chains"]
         if number != store.manifest["configuration"]["num_chains"]:
             raise StoreCorrupt(f"a checkpoint holds {number} chains, and run.json has another number.")
-        sums = split_sums(whole["health"], whole["sampler"]["health"], number)
-        moments = whole["moments"] or [None] * number
-        return {c: ChainState(whole["health"], sums[c], moments[c]) for c in chains}
-    states = {chain: store.saved(chain) for chain in chains}
+        states = _of_checkpoint(whole, whole["sampler"]["health"], number)
+        return {c: states[c] for c in chains}
+    saved = {chain: store.saved(chain) for chain in chains}
     return {
-        chain: ChainState(
-            state["health"],
-            split_sums(state["health"], state["sampler"]["adammcmc"]["health"], 1)[0],
-            (state["moments"] or [None])[0],
-        )
-        for chain, state in states.items()
+        chain: _of_checkpoint(state, state["sampler"]["adammcmc"]["health"], 1)[0]
+        for chain, state in saved.items()
         if state is not None
     }
+
+
+def _of_checkpoint(state: dict[str, Any], health: dict[str, Any] | None, num_chains: int) -> list[ChainState]:
+    about, moments = state["health"], state["moments"] or [None] * num_chains
+    sums = RunningSums(torch.device("cpu"), about["layers"], about["sizes"], num_chains)
+    if health is not None:
+        sums.load_state_dict(health)
+    return [ChainState(c, sums, about["context"], moments[c]) for c in range(num_chains)]
 
 
 def chain_settings(store: Store, chain: int, model: nn.Module) -> dict[str, Any]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from adammcmc.errors import StoreCorrupt, StoreMismatch
@@ -18,6 +18,7 @@ from adammcmc.runs.callbacks import Event, OwnNumbers, callback_states, load_cal
 from adammcmc.runs.interrupts import Interrupt
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.chains import Chains
+from adammcmc.samplers.modules import model_tensors, write_tensors
 from adammcmc.samplers.progress import Bar
 from adammcmc.samplers.sampler import Sampler
 from adammcmc.samplers.stacked import StackedChains
@@ -26,7 +27,7 @@ from adammcmc.target.data import derive_seed
 if TYPE_CHECKING:
     from adammcmc.runs.session import Session
 
-__all__ = ["Loop", "OneChain", "model_tensors", "write_tensors"]
+__all__ = ["Loop", "OneChain"]
 
 _CHECKPOINT_SECONDS = 60.0  # between checkpoints, where draws are far apart
 
@@ -278,21 +279,3 @@ class Loop:
 def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:
     """Without functions, such as those of LambdaLR."""
     return {key: value for key, value in scheduler.state_dict().items() if not callable(value)}
-
-
-def model_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """All parameters and buffers, each once, including those that the state dictionary leaves out."""
-    return [*model.named_parameters(), *model.named_buffers()]
-
-
-@torch.no_grad()
-def write_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Write all parameters and buffers."""
-    for name, x in model_tensors(model):
-        if name not in values:
-            continue  # a buffer that a forward pass created
-        if x.is_contiguous() or isinstance(x, nn.Parameter):
-            x.copy_(values[name])
-            continue
-        owner, _, last = name.rpartition(".")  # a view that cannot be written to, such as an expanded number
-        model.get_submodule(owner)._buffers[last] = values[name].to(x.device).clone()

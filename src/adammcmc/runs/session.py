@@ -26,11 +26,12 @@ from adammcmc.posterior.store.folder import FolderStore, MemoryStore, Store, rea
 from adammcmc.posterior.store.records import MANIFEST
 from adammcmc.runs.factory import as_factory, build, finds_settings, given_options, innermost, scanned
 from adammcmc.runs.interrupts import deferred_interrupt
-from adammcmc.runs.loop import Loop, OneChain, model_tensors, write_tensors
+from adammcmc.runs.loop import Loop, OneChain
 from adammcmc.runs.manifest import check_same_run, new_manifest, note_environment
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.chains import Chains
 from adammcmc.samplers.corrected import CorrectedMALA
+from adammcmc.samplers.modules import model_tensors, write_tensors
 from adammcmc.samplers.progress import show_bar
 from adammcmc.samplers.sampler import Sampler
 from adammcmc.samplers.stacked import CannotStack, Setup, StackedChains, setup_of, stack

@@ -5,7 +5,8 @@ A step evaluates the loss where the chains stand (`Network`), calls the pure ker
     potential = network.potential(loss, batch);  state, info = kernel.step(state, potential, generator);  network.commit(...)
 
 The same code serves one chain over the live parameters of a model (`Sampler`, by `live.LiveNetwork`) and many chains in one
-evaluation (`stacked.StackedNetwork`). Freezing, warm-up, health, the resolution of U, CUDA graphs and checkpoints are here.
+evaluation (`stacked.StackedNetwork`). Freezing, warm-up, health, the resolution of U and checkpoints are here; CUDA graphs in
+`replay`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -22,16 +24,19 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from adammcmc.acceptance import effective_beta
-from adammcmc.backends.graphs import Captured
 from adammcmc.errors import NonFiniteLoss, warn
 from adammcmc.kernels.kernel import ChainState, Info
 from adammcmc.samplers.adaptation import Adaptation, Change
-from adammcmc.samplers.health import PENDING, Health, Monitor
+from adammcmc.samplers.health import Health, read_health
 from adammcmc.samplers.layers import GraphNumbers, Layers
+from adammcmc.samplers.packing import Packing
 from adammcmc.samplers.processes import check_one_process
-from adammcmc.samplers.replay import Replay
+from adammcmc.samplers.sums import Row, RunningSums
+from adammcmc.target.control import Control
+from adammcmc.target.data import Examples
 from adammcmc.target.leaves import Leaves, Setting, by_chain
-from adammcmc.target.potential import Evaluation, Potential, Target
+from adammcmc.target.potential import Evaluation, Target
+from adammcmc.target.priors import Prior
 from adammcmc.target.resolution import Resolution, measure
 
 __all__ = ["Chains", "Network", "NetworkPotential", "Owner"]
@@ -41,97 +46,122 @@ _logger = logging.getLogger("adammcmc")
 _RECHECKS = [10**k for k in range(9)]
 
 
-class NetworkPotential(Potential, Protocol):
-    """The target of one step, on one batch."""
+class NetworkPotential:
+    """What the targets of one step, on one batch, have in common (`target.Potential`).
 
-    losses: Tensor | None
-    """Those of the first evaluation, (chains,) or (chains, batch)."""
-    known: tuple[Leaves, Leaves] | None
-    """The first point of this step with a gradient, and the gradient of V there."""
+    Args:
+        scale: lambda * n.
+        inverse_temperature: lambda.
+        prior: of the weights; None is flat.
+        fixed: whether every step sees the same data.
+        examples: the data as per-example losses.
+    """
+
+    can_narrow = False
+
+    def __init__(
+        self, scale: Setting, inverse_temperature: Setting, prior: Prior | None, *, fixed: bool, examples: Examples | None
+    ) -> None:
+        self.scale, self.inverse_temperature, self.fixed = scale, inverse_temperature, fixed
+        self.is_bounded = prior is not None and prior.is_bounded
+        self.control: Control | None = None
+        self.num_examples = None if examples is None else len(examples)
+        self.losses: Tensor | None = None
+        """Those of the first evaluation, (chains,) or (chains, batch)."""
+        self.known: tuple[Leaves, Leaves] | None = None
+        """The first point of this step with a gradient, and the gradient of V there."""
+
+    def check_same(self, known: Evaluation) -> None:
+        """Raise if this step's loss is not that of the last step, `known`, at the same weights."""
 
 
-class Network(Protocol):
-    """Where the weights of the chains are kept, and how their loss is evaluated."""
+class Network(ABC):
+    """Where the weights of the chains are kept, and how their loss is evaluated.
+
+    The defaults are those of weights to which nobody else has access.
+    """
 
     num_chains: int
     device: torch.device
     layers: Layers
-    examples: Any
+    examples: Examples | None
     """The data as per-example losses; None if they are not available."""
 
+    @abstractmethod
+    def layout(self) -> Packing:
+        """How the parameters of one chain lie in leaves."""
+
     @property
+    @abstractmethod
     def names(self) -> list[str]:
         """Of the parameters, for messages."""
-        ...
 
     @property
     def sizes(self) -> list[int]:
         """How many weights of each parameter are sampled."""
-        ...
+        return self.layout().sizes
 
+    @abstractmethod
     def potential(self, loss: Any, batch: Any, precision: list[float] | None) -> NetworkPotential:
         """The target on this batch, without a quadratic prior if its precision is given."""
-        ...
 
+    @abstractmethod
     def quadratic_prior(self) -> list[float] | None:
         """The precision of each leaf if the prior is quadratic, else None."""
-        ...
 
+    @abstractmethod
     def take(self) -> Leaves:
         """The weights of the chains, (chains, ...)."""
-        ...
 
     def attempt(self, potential: Any, params: Leaves) -> AbstractContextManager[None]:
         """A context for evaluations from these weights: an error leaves them, and the layers, as they were."""
-        ...
+        return nullcontext()  # nothing is written before the step is complete
 
+    @abstractmethod
     def commit(self, potential: Any, params: Leaves, is_accepted: Tensor) -> None:
         """Keep these weights, and the buffers of the chains that moved."""
-        ...
 
     def remember(self, params: Leaves) -> None:
         """Note what weights, buffers and modes are now."""
-        ...
+        return
 
     def is_unchanged(self) -> bool:
         """Whether weights, buffers and modes are those that the last step left."""
-        ...
+        return True
 
+    @abstractmethod
     def by_parameter(self, leaves: Leaves) -> Sequence[Tensor]:
         """The part of the leaves that belongs to each parameter, (chains, ...)."""
-        ...
-
-    def check_same(self, potential: Any, here: Evaluation) -> None:
-        """Raise if this step's loss is not that of the last step at the same weights."""
-        ...
 
     def trial(self, potential: Any) -> AbstractContextManager[Leaves]:
-        """A context for evaluations at and near the present weights, a copy of which it gives; nothing of them stays."""
-        ...
+        """A context for evaluations at and near the present weights, which it gives; nothing of them stays."""
+        return nullcontext(self.take())
 
     def scaled_away(self) -> list[str]:
         """Names of parameters whose scale the loss does not depend on."""
-        ...
+        known = self.layers.scaled_away()
+        return [name for name, p in zip(self.names, self.layout().params, strict=True) if id(p) in known]
 
     def approximations(self, *, fixed_data: bool) -> list[str]:
         """Why the layers make the chains inexact, in a few words each."""
-        ...
+        return self.layers.approximations(fixed_data=fixed_data)
 
     def describe(self, *, fixed_data: bool) -> list[str]:
         """The layers with state, and rows that are held, in a few words each."""
-        ...
+        held = ", ".join(self.names[i] for i in self.layout().held)
+        return [*self.layers.describe(fixed_data=fixed_data), *([f"padding rows held: {held}"] if held else [])]
 
-    def graph_numbers(self, graph: torch.cuda.CUDAGraph, num_evaluations: int) -> GraphNumbers | None:
+    def graph_numbers(self, graph: torch.cuda.CUDAGraph, num_evaluations: int) -> GraphNumbers:
         """The random numbers of the loss in a graph whose step evaluates it so many times at most."""
-        ...
+        return self.layers.graph_numbers(graph, num_evaluations)
 
     def graph_state(self) -> Any:
         """Tensors that a graph overwrites, beside those of the chains: a pytree."""
-        ...
+        return ()  # the parameters themselves are written to
 
     def set_graph_state(self, state: Any) -> None:
         """Use these tensors from now on."""
-        ...
+        return
 
 
 class Owner(Protocol):
@@ -143,19 +173,17 @@ class Owner(Protocol):
     @property
     def targets(self) -> Sequence[Target]:
         """Of each chain."""
-        ...
 
     @property
     def scale(self) -> Setting:
         """lambda * n: one number, or one per chain."""
-        ...
 
     def kernel(self) -> Any:
         """The kernel with its present settings; the same object while they do not change."""
-        ...
 
     def check_settings(self) -> None:
         """Raise if the settings cannot be used, before a step."""
+        return
 
     def prepare(self, potential: Any, state: ChainState) -> ChainState:
         """The state with what the owner keeps of it, before a step."""
@@ -170,7 +198,6 @@ class Owner(Protocol):
 
     def apply(self, change: Change, potential: Any, state: ChainState) -> None:
         """Change the settings as the adaptation requires."""
-        ...
 
     def layout(self) -> Any:
         """An object that is replaced when the parameters are."""
@@ -206,24 +233,19 @@ class Chains:
         """What the acceptance test remembers."""
         self.resolution: Resolution | None = None
         """How precisely U is known; None before the first step, and for a test that does not use U."""
-        self.monitor: Monitor | None = None
-        self.graphs = Captured(PENDING)
+        self.monitor: RunningSums | None = None
         self.last_info: Info | Callable[[], Info] | None = None
         self._kernel: Any = None
         self._precision: list[float] | None = None
-        self.replay = Replay(self)
         self.sum_acceptance = torch.zeros(self.num_chains, dtype=torch.float64, device=self.device)
         self.frozen_at = torch.full((self.num_chains,), -1, dtype=torch.int64, device=self.device)
-        self.frozen_on_host = _host_copy(self.frozen_at)
+        self.frozen_on_host = torch.full((self.num_chains,), -1, device="cpu", pin_memory=self.frozen_at.is_cuda)
+        """The same, where it can be read without waiting for the device."""
 
     # --- one step -----------------------------------------------------------------------------------------------
 
-    def step(self, loss: Any, batch: Any) -> Tensor:
-        """One transition of every chain, as a CUDA graph if possible. Returns the batch's mean loss of each, (chains,)."""
-        return self.graphs.step(self.replay, loss, batch)
-
     def ordinary_step(self, loss: Any, batch: Any) -> Tensor:
-        """One transition without a graph."""
+        """One transition of every chain, without a graph. Returns the batch's mean loss of each, (chains,)."""
         with self.on_device():
             self.before_step()
             potential, state, info = self.transition(loss, batch, self.num_steps)
@@ -263,18 +285,18 @@ class Chains:
 
     def transition(self, loss: Any, batch: Any, step: Any) -> tuple[Any, ChainState, Info]:
         kernel, network = self.kernel(), self.network
-        if not _is_capturing(self.device):
-            self.upload(kernel)
+        if not self.is_capturing:
+            self._upload(kernel)
         potential = network.potential(loss, batch, self._precision)
         params = network.take()
         state = ChainState(params, self.memory, self.here, self.carry, step, self.frozen_at)
         with network.attempt(potential, params):
             if self.here is not None and self.num_steps in _RECHECKS[: None if self.device.type == "cpu" else 1]:
-                network.check_same(potential, self.here)
+                potential.check_same(self.here)
             state, info = kernel.step(self.owner.prepare(potential, state), potential, self.owner.generator)
         return potential, state, info
 
-    def upload(self, kernel: Any) -> None:
+    def _upload(self, kernel: Any) -> None:
         """Send settings that have changed to the kernel's backend."""
         self._precision = None
         if kernel.backend is not None:
@@ -298,7 +320,7 @@ class Chains:
         known = potential.known
         if state.here is not None:
             known = None if state.here.grad is None else (state.params, state.here.grad)
-        self.watch(lambda monitor: monitor.add(info, self.owner.scale), known, is_current=state.here is not None)
+        self.watch((info, self.owner.scale), known)
 
     @property
     def generator(self) -> Any:
@@ -313,7 +335,7 @@ class Chains:
     @property
     def is_capturing(self) -> bool:
         """Whether a graph is being captured."""
-        return _is_capturing(self.device)
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Triton and CUDA graphs use the current device, which need not be that of the parameters."""
@@ -326,13 +348,16 @@ class Chains:
         """Whether the settings still change, so that nothing should be collected."""
         return self.adaptation is not None and not self.adaptation.is_done
 
-    def watch(self, add: Callable[[Monitor], None], known: tuple[Leaves, Leaves] | None, *, is_current: bool) -> None:
-        """Running sums; the temperature only at every tenth step, because it takes a pass over the weights."""
+    def watch(self, step: Row, known: tuple[Leaves, Leaves] | None) -> None:
+        """Running sums; the temperature only at every tenth step, because it takes a pass over the weights.
+
+        `known`: a point of the step, the present one if the target is kept there, and the gradient of V.
+        """
         if self.monitor is None:
             self.monitor = self.new_monitor()
-        add(self.monitor)
+        self.monitor.add(step)
         if self.monitor.num_steps % 10 == 1 and known is not None:
-            products = self._products(*known, is_current=is_current)
+            products = self._products(*known, is_current=self.here is not None)
             self.monitor.add_products(products * by_chain(self.owner.scale, products))
 
     def _products(self, params: Leaves, grad: Leaves, *, is_current: bool) -> Tensor:
@@ -352,28 +377,28 @@ class Chains:
         own = torch.stack([(x.square() * q).flatten(1).sum(1).double() for x, q in pairs], 1)
         return products + own / by_chain(self.owner.scale, own)
 
-    def new_monitor(self) -> Monitor:
+    def new_monitor(self) -> RunningSums:
         """Sums of no steps."""
-        return Monitor(self.device, self.network.names, self.network.sizes, self.num_chains)
+        return RunningSums(self.device, self.network.names, self.network.sizes, self.num_chains)
 
     def health(self) -> list[Health]:
         """What each chain's record says since burn-in ended. Waits for the device."""
-        context = self.health_context()
-        return [monitor.read(**context) for monitor in (self.monitor or self.new_monitor()).chains()]
+        monitor, context = self.monitor or self.new_monitor(), self._health_context()
+        return [read_health(monitor, chain, **context) for chain in range(self.num_chains)]
 
     def health_sums(self) -> list[dict[str, float]]:
         """Running sums behind `health`, of each chain. Waits for the device."""
-        return (self.monitor or self.new_monitor()).totals_by_chain()
+        return (self.monitor or self.new_monitor()).totals()
 
     def health_state(self) -> dict[str, Any]:
-        """What `health` is read from, besides its sums (which `state_dict` has); see `health.read_health`."""
-        return {"layers": self.network.names, "sizes": self.network.sizes, "context": self.health_context()}
+        """What `health` is read from, besides its sums (which `state_dict` has)."""
+        return {"layers": self.network.names, "sizes": self.network.sizes, "context": self._health_context()}
 
     def reset_health(self) -> None:
         """Forget the steps so far: burn-in is over."""
         self.monitor = None if self.monitor is None else self.monitor.restarted()
 
-    def health_context(self) -> dict[str, Any]:
+    def _health_context(self) -> dict[str, Any]:
         """What decides which self-tests are valid."""
         prior, acceptance, layers = self.owner.targets[0].prior, self.kernel().acceptance, self.network.layers
         coarse = self.resolution.approximation if self.resolution is not None and self.resolution.is_coarse else None
@@ -529,12 +554,3 @@ class Chains:
 
 
 _ON_DEVICE = ("memory", "adaptation", "sum_acceptance", "frozen_at", "count")  # of a saved state
-
-
-def _host_copy(flag: Tensor) -> Tensor:
-    """Where the flag can be read without waiting for the device."""
-    return torch.full(flag.shape, -1, dtype=flag.dtype, device="cpu", pin_memory=flag.is_cuda).copy_(flag)
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

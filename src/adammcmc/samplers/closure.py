@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from adammcmc.errors import StochasticClosure, warn
+from adammcmc.samplers.chains import NetworkPotential
 from adammcmc.samplers.layers import Layers
 from adammcmc.samplers.packing import Packing, RowsToHold
-from adammcmc.target.control import Control, check_order
+from adammcmc.target.control import check_order
 from adammcmc.target.data import Examples
 from adammcmc.target.leaves import Leaves, inner
 from adammcmc.target.potential import Evaluation, Target, potential_difference
@@ -65,7 +66,7 @@ def _slope(value: Tensor, params: Sequence[Tensor], *, create_graph: bool = Fals
     return torch.cat([g.reshape(-1) for g in grads])
 
 
-class ClosurePotential:
+class ClosurePotential(NetworkPotential):
     """The potential of one step's closures over live parameters (one chain): evaluating at a point writes it there.
 
     Args:
@@ -79,7 +80,7 @@ class ClosurePotential:
         name: what the parameter of this index is called in messages.
     """
 
-    can_narrow = False
+    scale: float
 
     def __init__(
         self,
@@ -96,10 +97,7 @@ class ClosurePotential:
         precision: list[float] | None = None,
         name: Callable[[int], str],
     ) -> None:
-        self.scale = target.scale
-        self.inverse_temperature = target.inverse_temperature
-        self.fixed = fixed
-        self.is_bounded = target.prior is not None and target.prior.is_bounded
+        super().__init__(target.scale, target.inverse_temperature, target.prior, fixed=fixed, examples=examples)
         self._must_check = must_check
         self._must_be_mean = is_first and target.num_data > 1
         self._num_data = target.num_data
@@ -108,25 +106,13 @@ class ClosurePotential:
         self._closures = closures
         self._packing = packing
         self._live = packing.params
-        self._held: Leaves | None = None
+        self.held: Leaves | None = None
+        """The values that the live parameters have."""
         self._examples = examples
         self._layers = layers
         self._name = name
-        self.control: Control | None = None if reference is None else _Expansion(self, reference)
+        self.control = None if reference is None else _Expansion(self, reference)
         self._calls_backward: bool | None = None  # unknown before the first call
-        self.losses: Tensor | None = None
-        """Those of the first evaluation, (1,) or (1, batch)."""
-        self.known: tuple[Leaves, Leaves] | None = None
-        """The first point of this step with a gradient, and the gradient of V there."""
-
-    @property
-    def has_closures(self) -> bool:
-        """Whether there is a loss besides that of the examples."""
-        return bool(self._closures)
-
-    @property
-    def num_examples(self) -> int | None:
-        return None if self._examples is None else len(self._examples)
 
     def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
         self.place(params)
@@ -150,12 +136,8 @@ class ClosurePotential:
         ):
             raise RowsToHold
 
-    def hold(self, params: Leaves) -> None:
-        """These are the values that the live parameters have."""
-        self._held = params
-
     def _check_fixed(self, losses: Tensor) -> None:
-        """`fixed_data` is a promise. What can be seen of it is seen here, once, at the price of one more forward."""
+        """`fixed_data` is a promise: it is checked once, as far as that is possible, at the cost of one more forward."""
         if losses.dim() > 0 and len(losses) != self._num_data:
             raise ValueError(
                 f"fixed_data=True says that each closure sees all data, but it returned {len(losses)} losses and `num_data` is "
@@ -163,7 +145,7 @@ class ClosurePotential:
             )
         again = self._losses(same_numbers=False)
         # numbers that are drawn and change nothing (those of a DataLoader that is iterated, for example) do no harm
-        if not self._agree(again[None], losses[None], exactly=self._layers.draws_numbers):
+        if not self._agree(again[None], losses[None], exactly=self._layers.seen.draws_numbers):
             raise StochasticClosure(
                 "fixed_data=True says that the loss is the same function of the weights at every call, but two calls at one "
                 f"point gave mean losses {float(losses.mean()):.8g} and {float(again.mean()):.8g}, which are multiplied by "
@@ -174,11 +156,13 @@ class ClosurePotential:
             )
 
     def _agree(self, again: Tensor, losses: Tensor, *, exactly: bool = False) -> bool:
-        # reduced precision gives other numbers in another order (or compiled otherwise): `resolution` speaks of that
+        # reduced precision gives other numbers in another order (or compiled otherwise): `resolution` reports that
         return agree(again, losses, self.scale, exactly=exactly, slack=1e-4 if self._layers.reduced else 0.0)
 
     def check_same(self, known: Evaluation) -> None:
-        """Ask fixed data again, at the weights whose losses are known from the last step: do batches change between steps?"""
+        """Evaluate fixed data again, at the weights whose losses are known from the last step: do batches change?"""
+        if not self._closures:  # the only loss is that of the examples
+            return
         again = self._losses(same_numbers=False)[None]
         if not self._agree(again, known.losses):
             raise StochasticClosure(
@@ -226,7 +210,7 @@ class ClosurePotential:
             """Differentiates at once: the layers' buffers are put back afterwards."""
             nonlocal total, grads
             losses = examples.losses(some)
-            if some is rows:  # not a part of them, which is asked for to compare
+            if some is rows:  # not one of its halves, which are only compared
                 total = torch.dot(losses.double(), weights[0, rows]) / len(examples)
                 grads = self._add_grad(total, None)
             return losses.detach()
@@ -268,9 +252,9 @@ class ClosurePotential:
 
     def place(self, params: Leaves) -> None:
         """Write these values into the live parameters, unless they are there already."""
-        if params is not self._held:
+        if params is not self.held:
             self._packing.write(params)
-            self._held = params
+            self.held = params
 
     def _called(self, closure: Closure) -> Tensor:
         loss = _checked(closure())
@@ -283,7 +267,7 @@ class ClosurePotential:
         return loss.to(self._live[0].device)  # a closure may return a Python number
 
     def _losses(self, *, same_numbers: bool = True) -> Tensor:
-        """Losses of all micro-batches, without gradient (a closure that calls backward gets its way, and `grad` its value)."""
+        """Losses of all micro-batches, without gradient. (A closure may call backward: each `grad` is restored.)"""
         saved = [p.grad for p in self._live]
         try:
             # before the first evaluation it is not known whether the closure calls backward, which needs a graph
@@ -324,7 +308,9 @@ class ClosurePotential:
                     check_mean(loss, self._num_data)
                 called = any(p.grad is not None for p in self._live)
                 if not called:
-                    sums = self._add_grad(loss if loss.dim() == 0 else self._reduce(loss), sums)
+                    # what of one micro-batch is differentiated; sums are divided at the end
+                    total = loss if loss.dim() == 0 else loss.mean() if len(self._closures) == 1 else loss.sum()
+                    sums = self._add_grad(total, sums)
             losses.append(loss.detach().clone())
             self._calls_backward = called
         if self._calls_backward:
@@ -339,10 +325,6 @@ class ClosurePotential:
                 count = sum(x.numel() for x in losses)
                 grads = [g / count for g in grads]  # never in place: autograd may return one tensor for two parameters
         return _joined(losses), grads
-
-    def _reduce(self, losses: Tensor) -> Tensor:
-        """What of one micro-batch is differentiated; sums are divided at the end."""
-        return losses.mean() if len(self._closures) == 1 else losses.sum()
 
     def _add_grad(self, loss: Tensor, sums: list[Tensor] | None) -> list[Tensor]:
         if not loss.requires_grad:

@@ -34,7 +34,7 @@ from adammcmc.acceptance import beta_eff
 from adammcmc.samplers.diagnostics import ess_bulk
 from adammcmc.samplers.sums import BLOCK, PENDING, SERIES, RunningSums
 
-__all__ = ["GRAVITY", "PENDING", "Finding", "Grade", "Health", "Monitor", "beta_eff", "grade_of", "read_health", "split_sums"]
+__all__ = ["GRAVITY", "PENDING", "Finding", "Grade", "Health", "beta_eff", "grade_of", "read_health"]
 
 Grade = Literal["sound", "undecided", "sick"]
 _SICK = (
@@ -137,44 +137,22 @@ class Context:
     coarse: str | None = None  # the resolution of U in nats, where it is poor
 
 
-class Monitor(RunningSums):
-    """Running sums of a sampler's steps, and their verdict. `add` never waits for the device; `read` does."""
-
-    def read(self, **context: Any) -> Health:
-        """The verdict on the steps so far. `context`: the fields of `Context`."""
-        run = _Run(self, Context(**context))
-        return Health(
-            num_steps=self.num_steps,
-            acceptance=run.mean["rate"],
-            twice_rises=2 * run.mean["rise"] if run.is_known and run.context.is_metropolis else math.nan,
-            temperature=run.temperature.value,
-            temperatures={name: t.value for name, t in run.temperatures.items() if name},
-            loss_influence=run.influence,
-            noise=run.noise,
-            beta_eff=run.beta,
-            effective_draws=run.draws if run.context.knows_potential else math.nan,
-            rejected_not_finite=run.lost,
-            findings=_judge(run),
-        )
-
-
-def read_health(state: dict[str, Any], sums: dict[str, Any] | None) -> Health:
-    """The verdict from the saved `Sampler.health_state` and `Monitor.state_dict`."""
-    monitor = Monitor(torch.device("cpu"), state["layers"], state["sizes"])
-    if sums is not None and sums["steps"][0].dim() == 3:  # separate sums, of one chain
-        (sums,) = split_sums(state, sums, 1)
-    if sums is not None:
-        monitor.load_state_dict(sums)
-    return monitor.read(**state["context"])
-
-
-def split_sums(state: dict[str, Any], sums: dict[str, Any] | None, num_chains: int) -> list[dict[str, Any] | None]:
-    """The sums of each chain, for `read_health`, from those of a monitor with separate sums for each chain."""
-    if sums is None:
-        return [None] * num_chains
-    monitor = Monitor(torch.device("cpu"), state["layers"], state["sizes"], num_chains)
-    monitor.load_state_dict(sums)
-    return [one.state_dict() for one in monitor.chains()]
+def read_health(sums: RunningSums, chain: int = 0, **context: Any) -> Health:
+    """The verdict on the steps of one chain so far. `context`: the fields of `Context`. Waits for the device."""
+    run = _Run(sums, chain, Context(**context))
+    return Health(
+        num_steps=sums.num_steps,
+        acceptance=run.mean["rate"],
+        twice_rises=2 * run.mean["rise"] if run.is_known and run.context.is_metropolis else math.nan,
+        temperature=run.temperature.value,
+        temperatures={name: t.value for name, t in run.temperatures.items() if name},
+        loss_influence=run.influence,
+        noise=run.noise,
+        beta_eff=run.beta,
+        effective_draws=run.draws if run.context.knows_potential else math.nan,
+        rejected_not_finite=run.lost,
+        findings=_judge(run),
+    )
 
 
 # --- the numbers ----------------------------------------------------------------------------------------------------
@@ -222,12 +200,14 @@ def _effective_draws(trace: Tensor, length: int, variance: float) -> float:
 
 
 class _Run:
-    """The numbers of a run that the self-tests compare."""
+    """The numbers of one chain that the self-tests compare."""
 
-    def __init__(self, sums: RunningSums, context: Context) -> None:
-        self.sums, self.context = sums, context
+    def __init__(self, sums: RunningSums, chain: int, context: Context) -> None:
+        self.sums, self.chain, self.context = sums, chain, context
         sums.settle()
-        batches = sums.steps.means() if sums.steps.num_blocks else torch.full((1, len(SERIES)), math.nan, dtype=torch.float64)
+        batches = (
+            sums.steps.means(chain) if sums.steps.num_blocks else torch.full((1, len(SERIES)), math.nan, dtype=torch.float64)
+        )
         self.column = dict(zip(SERIES, batches.unbind(1), strict=True))
         self.mean = mean = {name: float(values.mean()) for name, values in self.column.items()}
         self.is_known = mean["known"] == 1
@@ -252,7 +232,7 @@ class _Run:
         It is real beyond 4 standard errors and half a standard deviation of U, or sqrt(P / 2) where U is only
         estimated. With few effective draws a standard error means little: then 1.5 standard deviations are required.
         """
-        trace, length = self.sums.trace.means(), self.sums.trace.per_batch * BLOCK
+        trace, length = self.sums.trace.means(self.chain), self.sums.trace.per_batch * BLOCK
         third = len(trace) // 3
         variance = max(0.0, self.mean["square"] - self.mean["potential"] ** 2)
         self.spread, self.draws = math.sqrt(variance), _effective_draws(trace, length, variance)
@@ -273,7 +253,7 @@ class _Run:
 
     def _set_temperatures(self) -> None:
         """theta . grad U / P, of each layer where it is valid and, under the empty name, of all of them."""
-        names, sizes, batches = self.sums.layers, self.sums.sizes, self.sums.products.means()
+        names, sizes, batches = self.sums.layers, self.sums.sizes, self.sums.products.means(self.chain)
         is_valid = self.context.has_proper_prior and not (self.context.has_edge and self.lost > 0)
         self.kept = [i for i, name in enumerate(names) if is_valid and name not in self.context.left_out]
         self.series: dict[str, Tensor] = {}
@@ -289,9 +269,9 @@ class _Run:
 
         theta . grad U on a batch is noisy, so it must be off at many points. An exact chain must be off in every layer.
         """
-        products, is_exact = self.sums.products.means(), self.context.is_exact
+        products, is_exact = self.sums.products.means(self.chain), self.context.is_exact
         if len(products) < 4 and (few := self.sums.pending_products):  # point by point
-            products = torch.cat([products, torch.stack(few).cpu()])
+            products = torch.cat([products, torch.stack(few)[:, self.chain].cpu()])
         half = len(products) // 2
         if not self.kept or half < 1 or self.sums.num_steps < 3 * BLOCK:
             return 0.0
@@ -332,7 +312,7 @@ class _Run:
             found.append(_temperature_of(self.runaway, _DOWNHILL))
         size, start = sum(self.sums.sizes), self.sums.start
         if start is not None and size > 0 and not self.context.is_exact and len(potential) > 1:
-            level, square = (start.cpu() / BLOCK).tolist()
+            level, square = (start[self.chain].cpu() / BLOCK).tolist()
             rise, noise = float(late.mean()) - level, math.sqrt(max(0.0, square - level**2))
             if rise > (5 * size + 50) * heat + 2 * noise:
                 explained = f"of which its {size:,} weights explain about {size / 2:.3g}"

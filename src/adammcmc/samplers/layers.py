@@ -154,7 +154,8 @@ class Layers:
             raise ValueError(f"`batch_norm` must be 'batch' or 'frozen', got {policy!r}.")
         self.policy = policy
         self._device = device
-        self._seen = Seen()
+        self.seen = Seen()
+        """What the first evaluation showed: modules, their modes, random numbers."""
         self._moving: list[BufferKey] = []
         """The buffers that a step may change."""
         self._backup: list[Tensor] = []
@@ -172,17 +173,7 @@ class Layers:
     @property
     def reduced(self) -> list[str]:
         """Kinds of arithmetic below float32 in the loss, such as "bfloat16", as far as modules show them."""
-        return list(self._seen.reduced)
-
-    @property
-    def draws_numbers(self) -> bool:
-        """Whether the loss uses torch's random numbers, as far as it was watched."""
-        return self._seen.draws_numbers
-
-    @property
-    def draws_on_host(self) -> bool:
-        """Whether the loss uses random numbers of the CPU, which no graph can replay."""
-        return self._seen.draws_on_host
+        return list(self.seen.reduced)
 
     def graph_numbers(self, graph: torch.cuda.CUDAGraph, most: int = 0) -> GraphNumbers:
         """The random numbers of a step like the last one, for capture. `most`: evaluations at least."""
@@ -201,7 +192,7 @@ class Layers:
         """A new step: a rejection restores the present state."""
         self._num_evaluations, self._numbers = 0, []
         if not self.are_modes_as_left():
-            self._seen = Seen()  # someone called train() or eval(): watch again
+            self.seen = Seen()  # someone called train() or eval(): watch again
         self._backup = [buffer(key).detach().clone() for key in self._moving]
 
     @contextmanager
@@ -224,7 +215,7 @@ class Layers:
             assert self._graph_numbers is not None
             numbers.append(torch.empty(0))  # one more evaluation
             return self._graph_numbers.evaluation(len(numbers) - 1)
-        return _same_numbers(numbers, self._device) if self.draws_numbers else nullcontext()
+        return _same_numbers(numbers, self._device) if self.seen.draws_numbers else nullcontext()
 
     def look(self, evaluate: Callable[[], _T]) -> _T:
         """Learn the layers from one evaluation that leaves no trace: no buffer, no random number."""
@@ -241,7 +232,7 @@ class Layers:
     def modes(self) -> Iterator[None]:
         """The modes of an evaluation, without its buffers and random numbers; the first one is watched."""
         torch.clear_autocast_cache()  # under a caller's autocast it would return the weights of the last evaluation
-        if not self._seen.is_complete:
+        if not self.seen.is_complete:
             with watch(self.policy, self._device) as seen:
                 try:
                     yield
@@ -250,12 +241,12 @@ class Layers:
                     raise
             self._learn(seen)
             return
-        for module in self._seen.frozen:
+        for module in self.seen.frozen:
             module.training = False
         try:
             yield
         finally:
-            for module in self._seen.frozen:
+            for module in self.seen.frozen:
                 module.training = True
 
     def _learn(self, seen: Seen) -> None:
@@ -266,7 +257,7 @@ class Layers:
                     f"batch_norm='frozen', but {name} has no running statistics yet. Train first (or run a few batches "
                     "in training mode), or use batch_norm='batch'."
                 )
-        self._seen = seen
+        self.seen = seen
         self._meet(seen.modules)
         self._moving = list(seen.buffers)  # also those that may change later
         if sum(b.numel() for b in seen.buffers.values()) > _FEW:
@@ -283,16 +274,16 @@ class Layers:
 
     def graph_key(self) -> tuple[Any, ...]:
         """What a CUDA graph holds of the layers: their modes, a caller's autocast, the addresses of their buffers."""
-        if not self._seen.is_complete:
+        if not self.seen.is_complete:
             return ()
-        modes = tuple(module.training for module in self._seen.modules)
+        modes = tuple(module.training for module in self.seen.modules)
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return modes, autocast, tuple(buffer(key).data_ptr() for key in self._moving)
 
     def are_modes_as_left(self) -> bool:
         """Whether all modules are in the mode, training or not, in which they were first seen."""
-        return all(module.training == training for module, training in self._seen.modules.items())
+        return all(module.training == training for module, training in self.seen.modules.items())
 
     def are_buffers_as_left(self) -> bool:
         """Whether the buffers are unchanged since the last step (checked on the CPU only)."""
@@ -314,23 +305,23 @@ class Layers:
             now.copy_(torch.where(is_accepted.reshape(()), now, before))
 
     def abort(self) -> None:
-        """Restore the buffers of the beginning of the step."""
+        """Restore the buffers as they were when they were last copied: at the beginning of the step."""
         for key, before in zip(self._moving, self._backup, strict=True):
             buffer(key).copy_(before)
 
     @property
     def has_statistics(self) -> bool:
         """Whether there are layers whose statistics are recomputed for a draw."""
-        return bool(self._seen.kept_norms())
+        return bool(self.seen.kept_norms())
 
     @contextmanager
     def statistics(self) -> Iterator[Statistics]:
         """Evaluations inside collect the statistics of a draw, in the chain's modes; they consume no random number."""
-        found = Statistics(self._seen.kept_norms())
-        modes = [(module, module.training) for module in self._seen.modules]
+        found = Statistics(self.seen.kept_norms())
+        modes = [(module, module.training) for module in self.seen.modules]
         numbers = random_state(self._device)
         try:
-            for module, training in self._seen.modules.items():
+            for module, training in self.seen.modules.items():
                 module.training = training  # a validation in between may have left evaluation mode
             with self.modes(), found.watched(), _not_compiled():
                 yield found
@@ -343,7 +334,7 @@ class Layers:
         """The running buffers of a draw at the present weights, by the identity of the chain's own, which stay."""
         if not self.has_statistics:
             return {}
-        before = [buffer(key).detach().clone() for key in self._moving]
+        self._backup = [buffer(key).detach().clone() for key in self._moving]
         with self.statistics() as found:
             for evaluate in evaluations:
                 try:
@@ -352,18 +343,17 @@ class Layers:
                     evaluate()
                     found.add(lambda norm, name: buffer((norm, name)))
                 finally:
-                    for moving, value in zip(self._moving, before, strict=True):
-                        buffer(moving).copy_(value)
+                    self.abort()
         return {id(buffer(key)): value for key, value in found.values().items()}
 
     def at_fault(self) -> str:
         """The layers that make two calls differ, by name; empty if there are none."""
-        layers = ", ".join(self._seen.names(self._seen.dropouts()))
-        return layers or ("the loss draws random numbers" if self.draws_numbers else "")
+        layers = ", ".join(self.seen.names(self.seen.dropouts()))
+        return layers or ("the loss draws random numbers" if self.seen.draws_numbers else "")
 
     def describe(self, *, fixed_data: bool) -> list[str]:
         """What each kind of layer with state does, in a few words; known after the first step."""
-        words, seen = [], self._seen
+        words, seen = [], self.seen
         if seen.batch_norms():
             how = ", recomputed for each draw" if fixed_data else ", running averages in the draws"
             words.append(f"BatchNorm: batch statistics{how if seen.kept_norms() else ''}")
@@ -377,7 +367,7 @@ class Layers:
 
     def approximations(self, *, fixed_data: bool, num_micro_batches: int = 1) -> list[str]:
         """Why the loss is not a fixed sum over the examples, or why evaluation mode is another function."""
-        reasons, seen = [], self._seen
+        reasons, seen = [], self.seen
         if not fixed_data and seen.dropouts():
             reasons.append("dropout draws a new mask at each step")
         elif not fixed_data and seen.draws_numbers:
@@ -391,7 +381,7 @@ class Layers:
 
     def scaled_away(self) -> set[int]:
         """Identities of the weights right before a BatchNorm with batch statistics, whose length has no influence."""
-        norms, pairs = set(self._seen.batch_norms()), itertools.pairwise(self._seen.modules)
+        norms, pairs = set(self.seen.batch_norms()), itertools.pairwise(self.seen.modules)
         return {id(p) for module, after in pairs if after in norms for p in module._parameters.values() if p is not None}
 
     def example_losses(self, evaluate: Callable[[slice | Tensor], Tensor], indices: slice | Tensor) -> Tensor:

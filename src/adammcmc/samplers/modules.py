@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -38,7 +38,7 @@ class Seen:
     draws_numbers: bool = False
     """Whether torch's random numbers were used."""
     draws_on_host: bool = False
-    """Whether those of the CPU were."""
+    """Whether those of the CPU were, which no graph can replay."""
     reduced: dict[str, None] = field(default_factory=dict)
     """Kinds of arithmetic below float32."""
     is_complete: bool = False
@@ -150,6 +150,24 @@ def buffer(key: BufferKey) -> Tensor:
 def is_equal(a: Tensor, b: Tensor) -> bool:
     """Whether two buffers agree bit for bit."""
     return a.shape == b.shape and a.device == b.device and bool(torch.equal(a.detach(), b))
+
+
+def model_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """All parameters and buffers, each once, including those that the state dictionary leaves out."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+@torch.no_grad()
+def write_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Write all parameters and buffers."""
+    for name, x in model_tensors(model):
+        if name not in values:
+            continue  # a buffer that a forward pass created
+        if x.is_contiguous() or isinstance(x, nn.Parameter):
+            x.copy_(values[name])
+            continue
+        owner, _, last = name.rpartition(".")  # a view that cannot be written to, such as an expanded number
+        model.get_submodule(owner)._buffers[last] = values[name].to(x.device).clone()
 
 
 def random_state(device: torch.device) -> list[Tensor]:

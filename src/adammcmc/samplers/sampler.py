@@ -17,12 +17,12 @@ from adammcmc.backends.streams import why_no_triton
 from adammcmc.errors import PerExampleLossRequired
 from adammcmc.kernels.kernel import ChainState, Kernel
 from adammcmc.samplers.adaptation import Change
-from adammcmc.samplers.chains import Chains
 from adammcmc.samplers.closure import Closure, expand
 from adammcmc.samplers.layers import Layers
 from adammcmc.samplers.layout import plain
 from adammcmc.samplers.live import LiveNetwork
 from adammcmc.samplers.packing import Packing, RowsToHold, padding_rows
+from adammcmc.samplers.replay import ReplayedChains
 from adammcmc.samplers.shell import Common, Params, Shell
 from adammcmc.target.data import Examples
 from adammcmc.target.leaves import Leaves, same
@@ -62,10 +62,12 @@ class Sampler(Shell):
             not draw from it.
     """
 
+    chains: ReplayedChains
+
     def _start(self, examples: Examples | None) -> None:
         """The chain at its first step."""
         self.network = LiveNetwork(self, Layers(self.batch_norm, self.device), examples, self.device)
-        self.chains = Chains(self.network, self)
+        self.chains = ReplayedChains(self.network, self)
 
     @abstractmethod
     def _kernel(self, packing: Packing) -> Kernel:

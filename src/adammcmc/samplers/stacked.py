@@ -12,9 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +23,12 @@ from adammcmc.backends.one_pass import has_one_pass, one_pass
 from adammcmc.backends.streams import Counters
 from adammcmc.errors import StochasticClosure
 from adammcmc.kernels.adam import AdamMCMCKernel
-from adammcmc.kernels.arguments import SETTINGS, chain_settings, settings_by_name
+from adammcmc.kernels.arguments import SETTINGS, settings_by_name
 from adammcmc.kernels.kernel import ChainState, Kernel
 from adammcmc.samplers.adaptation import Change, changed, check_common
-from adammcmc.samplers.chains import Chains
-from adammcmc.samplers.layers import GraphNumbers, Layers
+from adammcmc.samplers.chains import Network, NetworkPotential, Owner
 from adammcmc.samplers.packing import Packing
+from adammcmc.samplers.replay import ReplayedChains
 from adammcmc.samplers.sampler import Sampler
 from adammcmc.samplers.view import ChainView
 from adammcmc.samplers.vmapped import StackedPrior, VmappedModel
@@ -52,8 +51,8 @@ class CannotStack(ValueError):
 # --- the target -----------------------------------------------------------------------------------------------------------
 
 
-class StackedPotential:
-    """The target of all chains on one batch (`target.Potential`).
+class StackedPotential(NetworkPotential):
+    """The target of all chains on one batch.
 
     Args:
         stack: whose model, prior, buffers and layers it uses.
@@ -61,28 +60,14 @@ class StackedPotential:
         has_prior: False if a backend adds the prior.
     """
 
-    can_narrow = False
-    control = None
-
     def __init__(self, stack: StackedNetwork, batch: Batch, *, has_prior: bool = True) -> None:
-        owner = stack.owner
-        self.scale, self.inverse_temperature = owner.scale, owner.inverse_temperature
-        self.fixed = owner.fixed_data
-        self.is_bounded = owner.targets[0].prior is not None and owner.targets[0].prior.is_bounded
+        owner, prior = stack.owner, stack.owner.targets[0].prior
+        super().__init__(owner.scale, owner.inverse_temperature, prior, fixed=owner.fixed_data, examples=stack.examples)
         self._stack, self._batch = stack, batch
         self._prior = stack.prior if has_prior else StackedPrior(None, stack.model.params, stack.params)
         self._numbers: list[Tensor] = []
         self.moved: Leaves | None = None
         """The buffers as the last evaluation left them, had it been taken; None before the first."""
-        self.known: tuple[Leaves, Leaves] | None = None
-        """The first point of this step with a gradient, and the gradient of V there."""
-        self.losses: Tensor | None = None
-        """Those of the first evaluation."""
-
-    @property
-    def num_examples(self) -> int | None:
-        examples = self._stack.examples
-        return None if examples is None else len(examples)
 
     def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
         stack = self._stack
@@ -111,7 +96,7 @@ class StackedPotential:
         total = torch.zeros(len(weights), dtype=torch.float64, device=weights.device)
         leaves = tuple(x.detach().requires_grad_() for x in params)
         grad: Leaves = tuple(torch.zeros_like(x) for x in params)
-        rows = (weights != 0).any(0).nonzero().flatten()  # of all chains together: vmap wants one number of examples
+        rows = (weights != 0).any(0).nonzero().flatten()  # of all chains together: under vmap each has as many examples
         if len(rows) > 0:
             with torch.enable_grad(), stack.layers.modes():
                 losses, _ = stack.model.call(lambda _, rows: examples.losses(rows), leaves, stack.buffers, rows)
@@ -136,20 +121,15 @@ class StackedPotential:
     def example_losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
         stack = self._stack
         examples: Any = stack.examples
-        is_own = isinstance(indices, Tensor) and indices.dim() > 1
-        # fetched outside of vmap, where any data set can be asked
-        is_fetched = is_own and hasattr(examples, "rows")
-        batch: Any = indices
-        if is_fetched:
-            shape = cast(Tensor, indices).shape
-            flat = examples.rows(cast(Tensor, indices).reshape(-1))
-            batch = _pytree.tree_map_only(Tensor, lambda x: x.reshape(*shape, *x.shape[1:]), flat)
-
-        def losses(_: nn.Module, rows: Any) -> Tensor:
-            return cast(Tensor, examples.losses_of(rows) if is_fetched else examples.losses(rows))
-
+        losses, batch, is_own = examples.losses, indices, False
+        if isinstance(indices, Tensor) and indices.dim() > 1:
+            is_own = True
+            if hasattr(examples, "rows"):  # fetched outside of vmap, where any data set can be indexed
+                shape, flat = indices.shape, examples.rows(indices.reshape(-1))
+                batch = _pytree.tree_map_only(Tensor, lambda x: x.reshape(*shape, *x.shape[1:]), flat)
+                losses = examples.losses_of
         with torch.no_grad(), stack.layers.modes():
-            return stack.model.call(losses, params, stack.buffers, batch, is_own=is_own)[0]
+            return stack.model.call(lambda _, rows: losses(rows), params, stack.buffers, batch, is_own=is_own)[0]
 
 
 def _check(losses: Tensor) -> None:
@@ -201,20 +181,15 @@ def merged(kernels: Sequence[Any], device: torch.device) -> Any:
         values = [getattr(kernel, field.name) for kernel in kernels]
         if all(dataclasses.is_dataclass(v) and type(v) is type(values[0]) for v in values):
             changes[field.name] = merged(values, device)
-        elif all(isinstance(v, list) and v and all(isinstance(x, float | int) for x in v) for v in values):
+        elif all(_equal(v, values[0]) for v in values[1:]):
+            continue
+        elif field.name in SETTINGS and all(isinstance(v, list) and all(isinstance(x, float | int) for x in v) for v in values):
             changes[field.name] = [_joined(column, device) for column in zip(*values, strict=True)]
-        elif all(isinstance(v, float | int) for v in values):
+        elif field.name in SETTINGS and all(isinstance(v, float | int) for v in values):
             changes[field.name] = _joined(values, device)
-        elif not all(_equal(v, values[0]) for v in values[1:]):
+        else:
             raise CannotStack(f"`{field.name}` differs between the chains")
-    result = dataclasses.replace(first, **changes)
-    known = {name for name, _ in chain_settings(result)}
-    for field in dataclasses.fields(first):
-        value = changes.get(field.name)
-        parts = value if isinstance(value, list) else [value]
-        if field.name not in known and any(isinstance(part, Tensor) for part in parts):
-            raise CannotStack(f"`{field.name}` differs between the chains")
-    return result
+    return dataclasses.replace(first, **changes)
 
 
 def _joined(values: Sequence[float], device: torch.device) -> Setting:
@@ -234,16 +209,15 @@ def _equal(a: Any, b: Any) -> bool:
 # --- where the chains live ----------------------------------------------------------------------------------------------
 
 
-class StackedNetwork:
-    """The weights and buffers of many chains, and the model that is run on them (`chains.Network`).
+class StackedNetwork(Network):
+    """The weights and buffers of many chains, and the model that is run on them.
 
     Args:
         model: whose forward is called, with the weights of all chains in the place of its own.
         loss: of model and batch.
-        packing: of the model's parameters.
+        like: the network of a single chain.
+        owner: of the chains' settings.
         setups: what each chain starts from.
-        layers: dropout, BatchNorm and other layers with state.
-        names: of the parameters, for messages.
         examples: the data set as per-example losses at the model's weights.
     """
 
@@ -251,15 +225,15 @@ class StackedNetwork:
         self,
         model: nn.Module,
         loss: Loss,
-        packing: Packing,
+        like: Network,
+        owner: StackOwner,
         setups: Sequence[Setup],
-        layers: Layers,
-        names: list[str],
         examples: Examples | None,
     ) -> None:
-        self.num_chains, self.device = len(setups), packing.params[0].device
-        self.loss, self.layers, self.names, self.examples = loss, layers, names, examples
-        self.sizes = packing.sizes
+        self.num_chains, self.device, self.layers = len(setups), like.device, like.layers
+        self.loss, self.owner, self.examples = loss, owner, examples
+        self._packing, self._names = like.layout(), like.names
+        packing = self._packing
         self.params: Leaves = tuple(torch.cat(rows) for rows in zip(*(setup.params for setup in setups), strict=True))
         own = dict(model.named_buffers()).keys()
         each = {name: [setup.tensors[name] for setup in setups] for name in setups[0].tensors}
@@ -271,15 +245,19 @@ class StackedNetwork:
             if name not in own and name not in held and not all(x is xs[0] for x in xs)
         }
         self.model = VmappedModel(model, packing, frozen, self.num_chains)
-        self.model.params.held = {f"model.{name}": torch.stack(each[name]) for name in held}
-        self.buffers = self.model.buffers.join({f"model.{name}": torch.stack(each[name]) for name in own})
+        self.model.params.held = {name: torch.stack(each[name]) for name in held}
+        self.buffers = self.model.buffers.join({name: torch.stack(each[name]) for name in own})
         self.prior = StackedPrior(setups[0].target.prior, self.model.params, self.params)
         self._precision = self.prior.precision_of_leaves()
-        self._held = [names[i] for i in packing.held]
-        self._by_identity = {id(p): names[i] for i, p in enumerate(packing.params)}
         self.batch: Batch | None = None
         """Of the last step, for draws; None on minibatches, which are not kept."""
-        self.owner: StackOwner
+
+    def layout(self) -> Packing:
+        return self._packing
+
+    @property
+    def names(self) -> list[str]:
+        return self._names
 
     def potential(self, loss: Any, batch: Any, precision: list[float] | None) -> StackedPotential:
         return StackedPotential(self, batch, has_prior=precision is None)
@@ -290,43 +268,13 @@ class StackedNetwork:
     def take(self) -> Leaves:
         return self.params
 
-    @contextmanager
-    def attempt(self, potential: StackedPotential, params: Leaves) -> Iterator[None]:
-        yield  # nothing is written before the step is complete
-
     def commit(self, potential: StackedPotential, params: Leaves, is_accepted: Tensor) -> None:
         self.params = params
         if potential.moved is not None and self.buffers:
             self.buffers = self.model.buffers.select(is_accepted, potential.moved, self.buffers)
 
-    @contextmanager
-    def trial(self, potential: StackedPotential) -> Iterator[Leaves]:
-        yield self.params
-
-    def remember(self, params: Leaves) -> None:
-        """Nobody else has access to the weights."""
-
-    def is_unchanged(self) -> bool:
-        return True
-
     def by_parameter(self, leaves: Leaves) -> Sequence[Tensor]:
         return list(self.model.params.views(leaves).values())
-
-    def check_same(self, potential: StackedPotential, here: Evaluation) -> None:
-        """The data are those of the run, which serves the same batch."""
-
-    def scaled_away(self) -> list[str]:
-        return [self._by_identity[i] for i in self.layers.scaled_away() if i in self._by_identity]
-
-    def approximations(self, *, fixed_data: bool) -> list[str]:
-        return self.layers.approximations(fixed_data=fixed_data)
-
-    def describe(self, *, fixed_data: bool) -> list[str]:
-        rows = [f"padding rows held: {', '.join(self._held)}"] if self._held else []
-        return [*self.layers.describe(fixed_data=fixed_data), *rows]
-
-    def graph_numbers(self, graph: torch.cuda.CUDAGraph, num_evaluations: int) -> GraphNumbers | None:
-        return self.layers.graph_numbers(graph, num_evaluations)
 
     def graph_state(self) -> Any:
         return self.params, self.buffers
@@ -341,7 +289,7 @@ class StackedNetwork:
         """The buffers of draws: the chains' own, with BatchNorm statistics of the draws' own weights (`Sampler.draw`)."""
         if self.batch is None or not self.layers.has_statistics:
             return self.buffers
-        names = {id(b): f"model.{name}" for name, b in self.model.module.named_buffers()}
+        names = {id(b): name for name, b in self.model.module.named_buffers()}
 
         def view(flat: Leaves, norm: nn.Module, name: str) -> Tensor:
             return self.model.buffers.views(flat)[names[id(getattr(norm, name))]]
@@ -356,43 +304,31 @@ class StackedNetwork:
             view(fresh, *key).copy_(value)
         return fresh
 
-    def place(self, chain: int) -> None:
-        """Write one chain's weights and buffers into the model."""
-        self.model.place(self.params, self.buffers, chain)
 
+class StackOwner(Owner):
+    """The settings of a stack: one kernel for all chains. They were checked when the chains were joined."""
 
-class StackOwner:
-    """The settings of a stack: one kernel for all chains (`chains.Owner`)."""
+    targets: Sequence[Target] = ()
+    scale: Setting = 1.0
 
-    def __init__(self, network: StackedNetwork, kernel: Any, targets: Sequence[Target], generator: Randomness) -> None:
-        self._network, self._kernel, self.targets, self.generator = network, kernel, list(targets), generator
-        self.fixed_data = False
-        self.inverse_temperature = _joined([target.inverse_temperature for target in targets], network.device)
-        self.scale: Setting = _joined([target.scale for target in targets], network.device)
-        self.chains: Chains
+    def __init__(self, prototype: Sampler, kernel: Any, targets: Sequence[Target], generator: Randomness) -> None:
+        self._kernel, self.targets, self.generator, self.fixed_data = kernel, targets, generator, prototype.fixed_data
+        self.inverse_temperature = _joined([target.inverse_temperature for target in targets], prototype.device)
+        self.scale = _joined([target.scale for target in targets], prototype.device)
+        self.chains: StackedChains
 
     def kernel(self) -> Any:
         return self._kernel
 
-    def use(self, kernel: Any, memory: Any) -> Any:
-        """Use this kernel from now on, with a backend where there is one. Returns the memory to go with it."""
-        network = self._network
-        fits = isinstance(self.generator, Counters) and all(x.dtype == torch.float32 for x in network.params)
+    def use(self, kernel: Any) -> None:
+        """Use this kernel from now on, with a backend where there is one."""
+        params = self.chains.stack.params
+        fits = isinstance(self.generator, Counters) and all(x.dtype == torch.float32 for x in params)
         is_settled = not self.chains.is_adapting or isinstance(kernel, AdamMCMCKernel)
         if fits and is_settled and kernel.backend is None and has_one_pass(kernel):
-            copy = tuple(torch.empty_like(x) for x in network.params)
-            kernel = dataclasses.replace(kernel, backend=one_pass(kernel, network.params, copy, memory))
+            copy = tuple(torch.empty_like(x) for x in params)
+            kernel = dataclasses.replace(kernel, backend=one_pass(kernel, params, copy, self.chains.memory))
         self._kernel = kernel
-        return memory
-
-    def check_settings(self) -> None:
-        """They were checked when the chains were joined."""
-
-    def prepare(self, potential: Any, state: ChainState) -> ChainState:
-        return state
-
-    def keep(self, memory: Any) -> Any:
-        return memory
 
     def counted(self) -> None:
         """Counts of steps follow those on the device."""
@@ -400,24 +336,18 @@ class StackOwner:
 
     def apply(self, change: Change, potential: Any, state: ChainState) -> None:
         if change.preconditioner is not None:
-            diagonal = tuple(a.to(x.dtype) for a, x in zip(change.preconditioner, self._network.params, strict=True))
+            diagonal = tuple(a.to(x.dtype) for a, x in zip(change.preconditioner, state.params, strict=True))
             change = change._replace(preconditioner=diagonal)
-        self.use(changed(self._kernel, change), state.memory)
+        self.use(changed(self._kernel, change))
         if not self.chains.is_adapting:
             self._check_noise()
-
-    def layout(self) -> None:
-        """The weights stay where they are."""
-
-    def same_layout(self) -> Any:
-        return nullcontext()
 
     def token(self) -> Any:
         return self._kernel
 
     def _check_noise(self) -> None:
         """Refuse settings that burn-in made so small that the weights' own numbers lose them (`Layout.check_noise`)."""
-        kernel, params = self._kernel, self._network.params
+        kernel, params = self._kernel, self.chains.stack.params
         lengths = kernel.proposal.sigma if hasattr(kernel, "proposal") else kernel.step_size
         diagonal = _diagonal(kernel)
         for i, (leaf, length) in enumerate(zip(params, spread_settings(lengths, len(params)), strict=True)):
@@ -430,7 +360,7 @@ class StackOwner:
                 )
 
 
-class StackedChains(Chains):
+class StackedChains(ReplayedChains):
     """All chains of a network, one transition of each at a time.
 
     Args:
@@ -443,11 +373,11 @@ class StackedChains(Chains):
     def __init__(self, prototype: Sampler, network: StackedNetwork, owner: StackOwner, memory: Any) -> None:
         super().__init__(network, owner, prototype.chains.adaptation)
         self.stack, self._owner, self.sampler_name = network, owner, type(prototype).__name__
-        network.owner, owner.chains = owner, self
-        owner.fixed_data = prototype.fixed_data
+        owner.chains = self
         if self.adaptation is not None:
             self._check_adaptable()
-        self.memory = owner.use(owner.kernel(), memory)
+        self.memory = memory
+        owner.use(owner.kernel())
 
     def _check_adaptable(self) -> None:
         assert self.adaptation is not None
@@ -478,24 +408,13 @@ class StackedChains(Chains):
         with self.on_device():
             return self.stack.model.draw(self.stack.params, self.stack.fresh_buffers())
 
-    def draw(self, chain: int) -> dict[str, Tensor]:
-        """The state dictionary of one chain, a copy."""
-        if self.is_adapting:
-            raise RuntimeError("the sampler still adapts its settings: what it visits has no fixed distribution.")
-        return {name: x[chain].clone() for name, x in self.draws().items()}
-
     def place(self, chain: int) -> None:
         """Write one chain's weights and buffers into the model."""
-        self.stack.place(chain)
+        self.stack.model.place(self.stack.params, self.stack.buffers, chain)
 
     def log_prior(self) -> Tensor:
         """Of each chain's present weights, (chains,), float64."""
         return self.stack.prior.log_density(self.stack.params)
-
-    def settings(self, chain: int) -> dict[str, float]:
-        """The present settings of one chain (of its first leaf). Waits for the device."""
-        values = settings_by_name(self._owner.kernel())
-        return {name: float(v[chain]) if isinstance(v, Tensor) and v.dim() == 1 else float(v) for name, v in values.items()}
 
     def view(self, chain: int) -> StackedChainView:
         """One chain, as a callback sees it."""
@@ -508,7 +427,7 @@ class StackedChains(Chains):
             "sampler": self.sampler_name,
             "num_chains": self.num_chains,
             "params": list(self.stack.params),
-            "held": self.stack.model.params.held,
+            "held": {f"model.{name}": x for name, x in self.stack.model.params.held.items()},
             "buffers": list(self.stack.buffers),
             "settings": _settings_state(kernel),
             "preconditioner": _diagonal(kernel),
@@ -526,11 +445,11 @@ class StackedChains(Chains):
         own = {key: state[key] for key in ("params", "held", "buffers", "settings", "preconditioner")}
         there = _pytree.tree_map_only(Tensor, lambda x: x.detach().to(self.device, copy=True), own)
         self.stack.params, self.stack.buffers = tuple(there["params"]), tuple(there["buffers"])
-        self.stack.model.params.held |= there["held"]
+        self.stack.model.params.held |= {name.removeprefix("model."): x for name, x in there["held"].items()}
         kernel = _with_settings(self._owner.kernel(), there["settings"])
         if there["preconditioner"] is not None:
             kernel = kernel.with_preconditioner(tuple(there["preconditioner"]))
-        self.memory = self._owner.use(kernel, self.memory)
+        self._owner.use(kernel)
 
     def try_out(self, batch: Batch) -> None:
         """Evaluate the stack once, and raise `CannotStack` with the reason if that fails. Nothing of it stays."""
@@ -539,12 +458,12 @@ class StackedChains(Chains):
 
         def alone() -> tuple[Tensor, dict[str, Tensor]]:
             losses = stack.loss(module, batch).detach()
-            return losses, {f"model.{name}": b.clone() for name, b in module.named_buffers()}
+            return losses, {name: b.clone() for name, b in module.named_buffers()}
 
         self.place(0)
         with torch.no_grad():
             losses, buffers = layers.look(alone)
-        if self.fixed_data and layers.draws_numbers:
+        if self.fixed_data and layers.seen.draws_numbers:
             raise StochasticClosure(
                 "fixed data mean that the loss is the same function of the weights at every step, but it draws random "
                 f"numbers. The cause: {layers.at_fault()}. Use model.eval(), or batches."
@@ -571,7 +490,7 @@ class StackedChains(Chains):
         if stacked.dim() > 1 and losses.dim() > 0:  # on average: a single loss may be far off in bfloat16
             stacked, losses = stacked.mean(1), losses.mean()
         pairs = [(stacked, losses), *((moved[name], b) for name, b in buffers.items())]
-        if not layers.draws_numbers and not all(_is_close(many, one) for many, one in pairs):
+        if not layers.seen.draws_numbers and not all(_is_close(many, one) for many, one in pairs):
             raise CannotStack(
                 "under torch.func.vmap the model gives other losses or buffers than alone (does it keep state that is not a "
                 "buffer?)"
@@ -612,31 +531,35 @@ def stack(
     targets = [setup.target for setup in setups]
     if not all(_equal(target.prior, targets[0].prior) for target in targets):
         raise CannotStack("`prior` differs between the chains")
-    packing, layers = prototype.layout(), prototype.network.layers
-    kernel = merged([setup.kernel for setup in setups], packing.params[0].device)
-    network = StackedNetwork(model, loss, packing, setups, layers, prototype.network.names, examples)
+    kernel = merged([setup.kernel for setup in setups], prototype.device)
+    owner = StackOwner(prototype, kernel, targets, generator)
+    network = StackedNetwork(model, loss, prototype.network, owner, setups, examples)
     try:
         memory = kernel.joined([setup.memory for setup in setups]) or kernel.first_memory(network.params)
     except ValueError as error:
         raise CannotStack(str(error)) from error
-    return StackedChains(prototype, network, StackOwner(network, kernel, targets, generator), memory)
+    return StackedChains(prototype, network, owner, memory)
 
 
 class StackedChainView(ChainView):
     """One chain of a stack, with what callbacks read from a `Sampler`."""
 
+    chains: StackedChains
+
     def __init__(self, chains: StackedChains, number: int) -> None:
         self.chains, self.number = chains, number
-        self._stacked = chains
         self.target: Target = chains.targets[number]
         self.acceptance = chains.kernel().acceptance
         self.fixed_data = chains.fixed_data
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The chain's present settings, under the names that a sampler's groups have. Waits for the device."""
-        settings = self._stacked.settings(self.number)
-        return [{("lr" if name == "step_size" else name): value for name, value in settings.items()}]
+        """The chain's present settings (of its first leaf), under the names that a sampler's groups have. Waits."""
+        group = {}
+        for name, value in settings_by_name(self.chains.kernel()).items():
+            own = value[self.number] if isinstance(value, Tensor) and value.dim() == 1 else value
+            group["lr" if name == "step_size" else name] = float(own)
+        return [group]
 
 
 # --- settings -------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from adammcmc.kernels.kernel import Info
 from adammcmc.target.leaves import Setting
 
-__all__ = ["BLOCK", "PENDING", "SERIES", "BatchSums", "RunningSums"]
+__all__ = ["BLOCK", "PENDING", "SERIES", "BatchSums", "Row", "RunningSums"]
 
 BLOCK = 16
 """Steps that are summed at once."""
@@ -28,9 +28,8 @@ SERIES = (
     *("change", "change_square", "change_known", "noise", "noise_known", "finite"),
 )
 _POTENTIAL, _SQUARE = SERIES.index("potential"), SERIES.index("square")
-_Self = TypeVar("_Self", bound="RunningSums")
-_Row = Tensor | tuple[Info, Setting] | tuple[Tensor, int, Setting]
-"""One step: its series, its `Info`, or its place in a ring of `Info`s."""
+Row = Tensor | tuple[Info, Setting] | tuple[Tensor, int, Setting]
+"""One step: its series; or its `Info`, or the ring of `PENDING` rows and the row that has it, with the scale of its target."""
 
 
 class BatchSums:
@@ -52,52 +51,45 @@ class BatchSums:
         self.sums[self.num_blocks // self.per_batch] += block
         self.num_blocks += 1
 
-    def means(self) -> Tensor:
-        """(full batches, ...), on the host."""
-        return self.sums[: self.num_blocks // self.per_batch].cpu() / (self.per_batch * BLOCK)
+    def means(self, chain: int) -> Tensor:
+        """(full batches, ...) of one chain, on the host."""
+        return self.sums[: self.num_blocks // self.per_batch, chain].cpu() / (self.per_batch * BLOCK)
 
 
 class RunningSums:
-    """Running sums of a sampler's steps.
+    """Running sums of the steps of each chain. `add` never waits for the device.
 
     Args:
         device: of the chains.
         layers: names of the layers whose temperature is measured.
         sizes: the number of weights in each.
-        num_chains: keep separate sums for this many chains (see `chains`); None averages over the chains.
+        num_chains: how many chains have sums of their own.
     """
 
     def __init__(
-        self, device: torch.device, layers: Sequence[str] = (), sizes: Sequence[int] = (), num_chains: int | None = None
+        self, device: torch.device, layers: Sequence[str] = (), sizes: Sequence[int] = (), num_chains: int = 1
     ) -> None:
         self.device, self.layers, self.sizes = device, list(layers), list(sizes)
         self.num_steps = 0
-        self._chains = () if num_chains is None else (num_chains,)
-        self.steps = BatchSums((*self._chains, len(SERIES)), device)
-        self.products = BatchSums((*self._chains, len(self.layers)), device)
-        self.trace = BatchSums(self._chains, device, 512)
+        self._num_chains = num_chains
+        self.steps = BatchSums((num_chains, len(SERIES)), device)
+        self.products = BatchSums((num_chains, len(self.layers)), device)
+        self.trace = BatchSums((num_chains,), device, 512)
         """U alone, in shorter batches."""
         self.start: Tensor | None = None
         """Sums of U and U^2 over the chain's first block, which `restarted` keeps."""
-        self._pending: list[_Row] = []
+        self._pending: list[Row] = []
         self.pending_products: list[Tensor] = []
 
-    def add(self, info: Info, scale: Setting) -> None:
-        """Add a step on a target with U = scale * mean loss - log prior."""
-        self._append((info, scale))
-
-    def add_row(self, ring: Tensor, row: int, scale: Setting) -> None:
-        """Add a step whose `Info` is a row of a ring of `PENDING` rows; it is read before the row is overwritten."""
-        self._append((ring, row, scale))
-
-    def _append(self, row: _Row) -> None:
+    def add(self, row: Row) -> None:
+        """Add a step on a target with U = scale * mean loss - log prior. A ring is read before its row is overwritten."""
         self.num_steps += 1
         self._pending.append(row)
         if len(self._pending) >= PENDING:
             self.settle()
 
     def add_products(self, products: Tensor) -> None:
-        """Add theta . grad U of each layer at one point of the chain: (layers,), or (chains, layers)."""
+        """Add theta . grad U of each layer at one point of each chain, (chains, layers)."""
         self.pending_products.append(products.double())
         if len(self.pending_products) == BLOCK:
             self.products.add(torch.stack(self.pending_products).sum(0))
@@ -119,7 +111,7 @@ class RunningSums:
         self._pending = list(rows[whole:].unbind())
 
     def _rows(self) -> Tensor:
-        """The pending steps in order: (steps, series), or (steps, chains, series)."""
+        """The pending steps in order, (steps, chains, series)."""
         parts = []
         for length, group in itertools.groupby(self._pending, key=lambda row: 0 if isinstance(row, Tensor) else len(row)):
             rows: list[Any] = list(group)
@@ -131,38 +123,22 @@ class RunningSums:
                 infos = Info(*(torch.stack([x.double() for x in column]) for column in columns))
             else:
                 infos = Info(*torch.stack([ring[row] for ring, row, _ in rows]).unbind(1))
-            series = _series(infos, _scales([row[-1] for row in rows], infos.loss.device))
-            parts.append(series if self._chains else series.mean(1))
+            parts.append(_series(infos, _scales([row[-1] for row in rows], infos.loss.device)))
         return torch.cat(parts)
 
-    def totals(self) -> dict[str, float]:
-        """The sum of each series over all steps, and `num_steps`."""
-        return self.totals_by_chain()[0]
-
-    def totals_by_chain(self) -> list[dict[str, float]]:
-        """The totals of each chain, where sums are separate."""
+    def totals(self) -> list[dict[str, float]]:
+        """The sum of each series over all steps, and `num_steps`, of each chain."""
         self.settle()
         sums = self.steps.sums.sum(0)
         sums = sums + self._rows().sum(0) if self._pending else sums
-        rows = sums.reshape(-1, len(SERIES)).tolist()
-        return [{"num_steps": self.num_steps, **dict(zip(SERIES, row, strict=True))} for row in rows]
+        return [{"num_steps": self.num_steps, **dict(zip(SERIES, row, strict=True))} for row in sums.tolist()]
 
-    def restarted(self: _Self) -> _Self:
+    def restarted(self) -> RunningSums:
         """New sums that keep only the level of U at which the chain started."""
         self.settle()
-        new = type(self)(self.device, self.layers, self.sizes, *self._chains)
+        new = RunningSums(self.device, self.layers, self.sizes, self._num_chains)
         new.start = self.start
         return new
-
-    def chains(self: _Self) -> list[_Self]:
-        """The sums of each chain by itself, where sums are separate."""
-        state, found = self.state_dict(), []
-        for c in range(*self._chains):
-            own = {key: None if state[key] is None else state[key][:, c] for key in ("pending", "pending_products")}
-            own |= {key: (state[key][0][:, c], *state[key][1:]) for key in ("steps", "products", "trace")}
-            found.append(type(self)(self.device, self.layers, self.sizes))
-            found[-1].load_state_dict({**state, **own, "start": None if state["start"] is None else state["start"][c]})
-        return found
 
     def state_dict(self) -> dict[str, Any]:
         """All sums, as numbers and tensors."""
@@ -178,6 +154,8 @@ class RunningSums:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from saved sums."""
+        if state["steps"][0].shape != self.steps.sums.shape:
+            raise IndexError(f"the sums are of {state['steps'][0].shape[1]} chains, not of {self._num_chains}")
         self.num_steps = state["num_steps"]
         for name, part in (("steps", self.steps), ("products", self.products), ("trace", self.trace)):
             values, part.per_batch, part.num_blocks = state[name]

@@ -69,7 +69,7 @@ class ChainView:
         return self.chains.health_sums()[self.number]
 
     def health_state(self) -> dict[str, Any]:
-        """What `health` is read from, besides its sums (which `state_dict` has): see `health.read_health`."""
+        """What `health` is read from, besides its sums (which `state_dict` has)."""
         return self.chains.health_state()
 
     def approximations(self) -> list[str]:

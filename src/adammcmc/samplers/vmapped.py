@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from adammcmc.samplers.modules import model_tensors, write_tensors
 from adammcmc.samplers.packing import Packing
 from adammcmc.target.leaves import Leaves, blocks
 from adammcmc.target.priors import Prior
@@ -69,32 +69,21 @@ class Buffers:
     """
 
     def __init__(self, like: dict[str, Tensor], num_chains: int) -> None:
-        self._num_chains = num_chains
-        self._shapes = {name: x.shape for name, x in like.items()}
-        self._names = {
-            kind: [name for name, x in like.items() if x.dtype == kind]
-            for kind in dict.fromkeys(x.dtype for x in like.values())
-        }
-        device = next(iter(like.values())).device if like else torch.device("cpu")
-        chains = torch.arange(num_chains, device=device)
-        self._owners = [
-            torch.cat([chains.repeat_interleave(self._shapes[name].numel()) for name in names])
-            for names in self._names.values()
-        ]
+        shapes = {name: torch.Size((num_chains, *x.shape)) for name, x in like.items()}
+        kinds = dict.fromkeys(x.dtype for x in like.values())
+        members = [[i for i, x in enumerate(like.values()) if x.dtype == kind] for kind in kinds]
+        self._layout = _Layout(shapes, members)  # with all chains as one
+        number = {name: torch.arange(num_chains, device=x.device) for name, x in like.items()}
+        self._owners = self.join({name: number[name].repeat_interleave(x.numel()) for name, x in like.items()})
         """The chain that each number belongs to."""
 
     def views(self, flat: Leaves) -> dict[str, Tensor]:
         """Each buffer, (chains, ...), without a copy."""
-        parts: dict[str, Tensor] = {}
-        for tensor, names in zip(flat, self._names.values(), strict=True):
-            shapes = [(self._num_chains, *self._shapes[name]) for name in names]
-            pieces = torch.split_with_sizes(tensor, [math.prod(shape) for shape in shapes])
-            parts.update({name: x.view(shape) for name, x, shape in zip(names, pieces, shapes, strict=True)})
-        return {name: parts[name] for name in self._shapes}
+        return {name: x[0] for name, x in self._layout.views(tuple(b[None] for b in flat)).items()}
 
     def join(self, tensors: dict[str, Tensor]) -> Leaves:
         """Buffers (chains, ...) as flat tensors."""
-        return tuple(torch.cat([tensors[name].reshape(-1) for name in names]) for names in self._names.values())
+        return tuple(leaf[0] for leaf in self._layout.join({name: x[None] for name, x in tensors.items()}))
 
     def select(self, mask: Tensor, yes: Leaves, no: Leaves) -> Leaves:
         """For each chain `yes` where `mask`, else `no`."""
@@ -118,13 +107,13 @@ class VmappedModel:
 
     def __init__(self, model: nn.Module, packing: Packing, frozen: dict[str, Tensor], num_chains: int) -> None:
         self.module = model
-        self._frozen = {f"model.{name}": x for name, x in frozen.items()}
+        self._frozen = frozen
         """Weights that are not sampled, (chains, ...), where chains differ in them."""
-        names = {id(p): f"model.{name}" for name, p in model.named_parameters()}
+        names = {id(p): name for name, p in model.named_parameters()}
         owned = [names[id(p)] for p in packing.params]
         shapes = dict(zip(owned, packing.shapes, strict=True))
         self.params = _Layout(shapes, packing.members, {owned[i]: rows for i, rows in packing.free.items()})
-        self.buffers = Buffers({f"model.{name}": b for name, b in model.named_buffers()}, num_chains)
+        self.buffers = Buffers(dict(model.named_buffers()), num_chains)
 
     def call(
         self, function: Callable[[nn.Module, Any], Tensor], params: Leaves, buffers: Leaves, batch: Any, *, is_own: bool = False
@@ -135,9 +124,9 @@ class VmappedModel:
         views = self.buffers.views(before)
 
         def one(weights: dict[str, Tensor], own: dict[str, Tensor], frozen: dict[str, Tensor], batch: Any) -> Any:
-            tensors = {**frozen, **weights, **own}
+            tensors = {f"model.{name}": x for name, x in (frozen | weights | own).items()}
             answer = functional_call(call, tensors, (batch,))
-            return answer, {name: tensors[name] for name in own}  # what a forward put in the place of a buffer is here
+            return answer, {name: tensors[f"model.{name}"] for name in own}  # what a forward put in the place of a buffer
 
         in_dims = (0, 0, 0, 0 if is_own else None)
         answer, after = vmap(one, in_dims, randomness="different")(self.params.whole(params), views, self._frozen, batch)
@@ -146,11 +135,14 @@ class VmappedModel:
                 view.copy_(after[name].detach())
         return answer, before
 
+    def _known(self, params: Leaves, buffers: Leaves) -> dict[str, Tensor]:
+        """The tensors of which each chain has its own, (chains, ...)."""
+        return self.params.whole(params) | self.buffers.views(buffers) | self._frozen
+
     def draw(self, params: Leaves, buffers: Leaves) -> dict[str, Tensor]:
         """All that `model.state_dict()` holds, (chains, ...), by its names."""
-        known = {**self.params.whole(params), **self.buffers.views(buffers), **self._frozen}
-        own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        by_tensor = {id(x): known.get(f"model.{name}") for name, x in own.items()}  # tied tensors have several names
+        known = self._known(params, buffers)
+        by_tensor = {id(x): known.get(name) for name, x in model_tensors(self.module)}  # tied tensors have several names
         chains = params[0].shape[0]
         state = {}
         for name, x in self.module.state_dict(keep_vars=True).items():
@@ -159,18 +151,9 @@ class VmappedModel:
                 state[name] = x.detach().expand(chains, *x.shape) if stacked is None else stacked.detach()
         return state
 
-    @torch.no_grad()
     def place(self, params: Leaves, buffers: Leaves, chain: int) -> None:
         """Write one chain's tensors into the model."""
-        values = {**self.params.whole(params), **self.buffers.views(buffers), **self._frozen}
-        for name, x in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            if (stacked := values.get(f"model.{name}")) is None:
-                continue
-            if x.is_contiguous() or isinstance(x, nn.Parameter):
-                x.copy_(stacked[chain])
-            else:  # a view that cannot be written to, an expanded number for example
-                owner, _, last = name.rpartition(".")
-                self.module.get_submodule(owner)._buffers[last] = stacked[chain].clone()
+        write_tensors(self.module, {name: x[chain] for name, x in self._known(params, buffers).items()})
 
 
 class StackedPrior:
@@ -182,6 +165,7 @@ class StackedPrior:
         self._has_grad = False
         if prior is None:
             return
+        self._log_density = vmap(lambda views: prior.log_density(list(views.values())))
         views = layout.whole(like)
         first = [x[0] for x in views.values()]
         if (values := prior.quadratic(first)) is not None:
@@ -203,8 +187,7 @@ class StackedPrior:
             return torch.zeros(params[0].shape[0], dtype=torch.float64, device=params[0].device)
         if self._precisions is not None:
             return -0.5 * torch.stack([_weighted(x, q) for x, q in zip(params, self._precisions, strict=True)]).sum(0)
-        prior = self._prior
-        values: Tensor = vmap(lambda views: prior.log_density(list(views.values())))(self._layout.whole(params))
+        values: Tensor = self._log_density(self._layout.whole(params))
         return values.detach().double()
 
     def grad(self, params: Leaves) -> Leaves | None:
@@ -221,8 +204,7 @@ class StackedPrior:
             return self._layout.join(dict(zip(views, grads, strict=True)))
         with torch.enable_grad():
             leaves = tuple(x.detach().requires_grad_() for x in params)
-            values = vmap(lambda views: prior.log_density(list(views.values())))(self._layout.whole(leaves))
-            return torch.autograd.grad(values.sum(), leaves, materialize_grads=True)
+            return torch.autograd.grad(self._log_density(self._layout.whole(leaves)).sum(), leaves, materialize_grads=True)
 
 
 def _weighted(leaf: Tensor, weights: Tensor) -> Tensor:
