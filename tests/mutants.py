@@ -108,8 +108,8 @@ MUTANTS = [
     Mutant(
         "momenta restored on rejection",
         "kernels/kernel.py",
-        "    frozen_at = state.frozen_at\n",
-        "    frozen_at = state.frozen_at\n    memory = keep(is_accepted, memory, state.memory)\n",
+        "    cache = here if potential.fixed else None\n",
+        "    cache = here if potential.fixed else None\n    memory = keep(info.is_accepted, memory, state.memory)\n",
         "tests/test_kernels.py",
     ),
     Mutant(
@@ -178,8 +178,8 @@ MUTANTS = [
     Mutant(
         "the reverse gradient is the forward one",
         "kernels/langevin.py",
-        "direction(grad, None, params)[0])",
-        "update)",
+        "self._update(there(), potential.scale)",
+        "move.update",
         "tests/test_corrected.py",
     ),
     Mutant(
@@ -737,7 +737,7 @@ MUTANTS = [
     ),
     Mutant(
         "other parameters keep the health of the last ones",
-        "samplers/layout.py",
+        "samplers/packing.py",
         "self._on_new(not before or same(before, params))",
         "self._on_new(True)",
         "tests/test_doors.py tests/test_sampler.py tests/test_optimizer.py",

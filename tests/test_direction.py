@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from adammcmc.kernels.direction import Adam, Gradient, OptimizerStep
+from adammcmc.kernels.direction import Adam, OptimizerStep
 
 
 def quadratic(leaves: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -35,13 +35,12 @@ def follow_torch(make: partial[torch.optim.Optimizer], num_steps: int) -> list[t
     [
         (Adam(0.1, (0.9, 0.99)), partial(torch.optim.Adam, lr=0.1, betas=(0.9, 0.99))),
         (Adam([0.1, 0.1], [(0.9, 0.99)] * 2, [1e-3] * 2), partial(torch.optim.Adam, lr=0.1, betas=(0.9, 0.99), eps=1e-3)),
-        (Gradient(0.05), partial(torch.optim.SGD, lr=0.05)),
         (OptimizerStep(partial(torch.optim.SGD, lr=0.01, momentum=0.9)), partial(torch.optim.SGD, lr=0.01, momentum=0.9)),
         (OptimizerStep(partial(torch.optim.NAdam, lr=0.05)), partial(torch.optim.NAdam, lr=0.05)),
         (OptimizerStep(partial(torch.optim.RMSprop, lr=0.05)), partial(torch.optim.RMSprop, lr=0.05)),
     ],
 )
-def test_following_the_updates_is_the_optimizer(direction: Adam | Gradient | OptimizerStep, make: partial) -> None:
+def test_following_the_updates_is_the_optimizer(direction: Adam | OptimizerStep, make: partial) -> None:
     params = start()
     memory = direction.init(params)
     for _ in range(50):
@@ -52,7 +51,7 @@ def test_following_the_updates_is_the_optimizer(direction: Adam | Gradient | Opt
 
 
 def test_directions_are_pure() -> None:
-    for direction in (Adam(0.1), Gradient(0.1), OptimizerStep(partial(torch.optim.SGD, lr=0.1, momentum=0.9))):
+    for direction in (Adam(0.1), OptimizerStep(partial(torch.optim.SGD, lr=0.1, momentum=0.9))):
         params = start()
         memory = direction(quadratic(params), direction.init(params), params)[1]
         first = direction(quadratic(params), memory, params)[0]

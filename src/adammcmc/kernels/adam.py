@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
 from adammcmc.acceptance import AcceptanceTest, Minibatch
-from adammcmc.kernels.arguments import check_betas, check_chains, check_noise, check_not_negative, checked, checked_one, times
+from adammcmc.kernels.arguments import check_betas, check_noise, check_not_negative, checked, checked_one, times
 from adammcmc.kernels.backend import Backend
 from adammcmc.kernels.direction import Adam, AdamMemory, Direction, OptimizerStep
-from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, settle, start, with_prior
+from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, settle
 from adammcmc.kernels.proposal import Elementwise, Move, Prolate
 from adammcmc.target.leaves import Leaves, PerLeaf, Setting, Settings, flatten
 from adammcmc.target.potential import Evaluation, Potential
@@ -22,8 +22,28 @@ from adammcmc.target.randomness import Randomness
 __all__ = ["AdamMCMCKernel", "adam_mcmc", "as_released", "optimizer_mcmc"]
 
 
+class ProlateKernel(Kernel):
+    """A kernel with Algorithm 1's proposal."""
+
+    proposal: Prolate
+
+    def __post_init__(self) -> None:
+        check_noise(self.proposal.sigma, self.acceptance)
+
+    def scaled(self, factor: float) -> Self:
+        """The same kernel with `factor` times the noise."""
+        return self._with(sigma=times(self.proposal.sigma, factor))
+
+    def with_sigma_along(self, sigma_along: Setting) -> Self:
+        """The same kernel with this noise along the step."""
+        return self._with(sigma_along=sigma_along)
+
+    def _with(self, **changes: Any) -> Self:
+        return replace(self, proposal=replace(self.proposal, **changes))  # type: ignore[type-var]
+
+
 @dataclass(frozen=True)
-class AdamMCMCKernel(Kernel):
+class AdamMCMCKernel(ProlateKernel):
     """Algorithm 1: one update u for both directions, from a direction with memory. See `adam_mcmc`."""
 
     direction: Direction
@@ -37,13 +57,6 @@ class AdamMCMCKernel(Kernel):
     why_not_capturable: ClassVar[str] = (  # type: ignore[misc]
         "counts its steps on the host unless the step is fused, which needs Triton and contiguous float32 parameters"
     )
-
-    def __post_init__(self) -> None:
-        check_noise(self.proposal.sigma, self.acceptance)
-
-    def init(self, params: Any, potential: Potential) -> ChainState:
-        check_chains(self, params)
-        return start(params, potential, self.direction.init)
 
     def first_memory(self, params: Leaves) -> Any:
         return self.direction.init(params)
@@ -70,20 +83,9 @@ class AdamMCMCKernel(Kernel):
             here = state.here or potential.evaluate(params, with_grad=True)
             move, memory = self._propose(params, here, state, generator)
             there = Once(lambda: potential.evaluate(move.proposed, with_grad=potential.fixed))
-            if move.log_prior is not None:
-                here, there = with_prior(here, there, move.log_prior)
+            ratio = Once(lambda: self.proposal.log_q_ratio(move))
             return settle(  # the Metropolis-Hastings correction, the second half of Algorithm 1
-                state,
-                potential,
-                generator,
-                acceptance=self.acceptance,
-                here=here,
-                move=move,
-                there=there,
-                log_q_ratio=Once(lambda: self.proposal.log_q_ratio(move)),
-                memory=memory,
-                keep=self.direction.keep,
-                log_uniform=move.log_uniform if self.acceptance.is_metropolis else None,
+                state, potential, generator, self.acceptance, here, move, there, ratio, memory=memory, keep=self.direction.keep
             )
 
     def _propose(self, params: Leaves, here: Evaluation, state: ChainState, generator: Randomness) -> tuple[Move, Any]:
@@ -94,22 +96,11 @@ class AdamMCMCKernel(Kernel):
         update, memory = self.direction(here.grad, state.memory, params)
         return self.proposal.propose(params, update, generator), memory
 
-    def scaled(self, factor: float) -> AdamMCMCKernel:
-        """The same kernel with its noise `factor` times as large."""
-        return replace(self, proposal=replace(self.proposal, sigma=times(self.proposal.sigma, factor)))
-
-    def with_sigma_along(self, sigma_along: Setting) -> AdamMCMCKernel:
-        """The same kernel with this noise along the step."""
-        return replace(self, proposal=replace(self.proposal, sigma_along=sigma_along))
-
     def approximation(self, *, fixed_data: bool) -> list[str]:
-        drawn = isinstance(self.proposal, Elementwise)
-        reasons = [
-            "noise drawn weight by weight, tested as if along one direction (as released)" if drawn else None,
-            "momentum without its correction C (Theorem 1)",
-            self.acceptance.approximation(fixed_data=fixed_data),
-        ]
-        return [reason for reason in reasons if reason is not None]
+        reasons = ["momentum without its correction C (Theorem 1)", *super().approximation(fixed_data=fixed_data)]
+        if isinstance(self.proposal, Elementwise):
+            reasons.insert(0, "noise drawn weight by weight, tested as if along one direction (as released)")
+        return reasons
 
 
 def adam_mcmc(

@@ -26,23 +26,18 @@ class _Settled(Protocol):
 
     def upload(self, kernel: Any, scale: Setting, precision: list[float] | None) -> None:
         """Take over the present settings, before a step: the kernel's, lambda * n, and the precision of a folded prior."""
-        ...
 
     def key(self) -> Hashable | None:
         """What is compiled into a CUDA graph, besides settings that are read at each replay; None: it cannot be captured."""
-        ...
 
     def reserve(self) -> None:
         """Allocate what a CUDA graph must not allocate itself, before its capture."""
-        ...
 
     def resolve(self) -> Any:
         """Complete a graph that was just captured; what is returned must live as long as the graph."""
-        ...
 
     def products(self, grad: Leaves, *, at_copy: bool) -> Tensor:
         """theta . grad V of each leaf, (chains, leaves), at the copy of theta or where the chains stand."""
-        ...
 
 
 class Backend(_Settled, Protocol):
@@ -50,13 +45,11 @@ class Backend(_Settled, Protocol):
 
     def ahead(self, generator: Randomness) -> AbstractContextManager[None]:
         """A context around the whole step, for work that can be done while the loss is evaluated."""
-        ...
 
     def propose(
         self, kernel: Any, params: Leaves, here: Evaluation, memory: Any, generator: Randomness, frozen_at: Tensor
     ) -> tuple[Move, Any]:
         """The proposal and the kernel's new memory."""
-        ...
 
 
 class UnderdampedBackend(_Settled, Protocol):
@@ -67,7 +60,6 @@ class UnderdampedBackend(_Settled, Protocol):
 
     def depart(self, here: Evaluation, generator: Randomness) -> Departure:
         """Refresh, half a kick, drift."""
-        ...
 
 
 class Departure(InPlace, Protocol):
@@ -77,4 +69,3 @@ class Departure(InPlace, Protocol):
 
     def arrive(self, there: Evaluation) -> Tensor:
         """The second half kick: log q ratio, (chains,), float64."""
-        ...

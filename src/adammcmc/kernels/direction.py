@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adammcmc.target.leaves import Leaves, PerLeaf, Settings, by_chain, select, spread, spread_settings, widen
 
-__all__ = ["Adam", "AdamMemory", "Direction", "Gradient", "OptimizerStep"]
+__all__ = ["Adam", "AdamMemory", "Direction", "OptimizerStep"]
 
 
 class Direction(Protocol):
@@ -20,15 +20,12 @@ class Direction(Protocol):
 
     def init(self, params: Leaves) -> Any:
         """The memory before the first step."""
-        ...
 
     def __call__(self, grad: Leaves, memory: Any, params: Leaves) -> tuple[Leaves, Any]:
         """The update u and the new memory, from the gradient of V at `params`."""
-        ...
 
     def keep(self, mask: Tensor, new: Any, old: Any) -> Any:
         """The new memory for the chains in `mask`, the old one for the rest."""
-        ...
 
 
 class AdamMemory(NamedTuple):
@@ -80,29 +77,8 @@ class Adam:
         # the count has no chain axis, so it advances for all: bias correction is long over when a chain freezes
         if mask.device.type == "cpu" and not bool(mask.any()):
             return old
-        kept = select(mask, new.exp_avg + new.exp_avg_sq, old.exp_avg + old.exp_avg_sq)
-        return AdamMemory(kept[: len(new.step)], kept[len(new.step) :], new.step)
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """u = lr * A * g, with a fixed diagonal preconditioner A (identity by default): the drift of MALA, or plain SGD."""
-
-    lr: Settings
-    preconditioner: Leaves | None = None
-
-    def init(self, params: Leaves) -> None:
-        return None
-
-    def __call__(self, grad: Leaves, memory: None, params: Leaves) -> tuple[Leaves, None]:
-        wide = (widen(g) for g in grad)
-        steps = tuple(g * by_chain(lr, g) for g, lr in zip(wide, spread_settings(self.lr, len(params)), strict=True))
-        if self.preconditioner is not None:
-            steps = tuple(u * a for u, a in zip(steps, self.preconditioner, strict=True))
-        return steps, None
-
-    def keep(self, mask: Tensor, new: None, old: None) -> None:
-        return None
+        averages = select(mask, new.exp_avg, old.exp_avg)
+        return AdamMemory(averages, select(mask, new.exp_avg_sq, old.exp_avg_sq), new.step)
 
 
 @dataclass(frozen=True)

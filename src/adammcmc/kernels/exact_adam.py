@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adammcmc.acceptance import AcceptanceTest, Minibatch
-from adammcmc.kernels.arguments import check_betas, check_chains, check_noise, check_not_negative, checked, checked_one, times
-from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, settle, start
+from adammcmc.kernels.adam import ProlateKernel
+from adammcmc.kernels.arguments import check_betas, check_not_negative, checked, checked_one
+from adammcmc.kernels.kernel import ChainState, Info, Once, settle
 from adammcmc.kernels.proposal import Prolate
 from adammcmc.target.leaves import (
     Leaves,
@@ -41,7 +42,7 @@ class NoisyMoments(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExactAdamMCMCKernel(Kernel):
+class ExactAdamMCMCKernel(ProlateKernel):
     """Metropolis on theta with the momenta as part of the state. See `exact_adam_mcmc`."""
 
     lr: Settings
@@ -53,17 +54,13 @@ class ExactAdamMCMCKernel(Kernel):
     name: str = "AdamMCMC, exact chain of Theorem 1"
     target_acceptance: ClassVar[float] = 0.25
 
-    def __post_init__(self) -> None:
-        check_noise(self.proposal.sigma, self.acceptance)
-
     def init(self, params: Any, potential: Potential) -> ChainState:
         if not potential.fixed:
             raise ValueError(
                 "the exact chain needs fixed_data=True: the gradient of all data is part of its target, which would "
                 "change at each step with minibatches. For minibatches use `underdamped` or `mala` with FullData()."
             )
-        check_chains(self, params)
-        return start(params, potential)
+        return super().init(params, potential)
 
     def step(self, state: ChainState, potential: Potential, generator: Randomness) -> tuple[ChainState, Info]:
         params, _ = flatten(state.params)
@@ -72,18 +69,8 @@ class ExactAdamMCMCKernel(Kernel):
         moments = self._next(state.memory or self._initial(here.grad, generator), here.grad, generator)
         move = self.proposal.propose(params, self._update(moments), generator)
         there = Once(lambda: potential.evaluate(move.proposed, with_grad=True))
-        return settle(
-            state,
-            potential,
-            generator,
-            acceptance=self.acceptance,
-            here=here,
-            move=move,
-            there=there,
-            log_q_ratio=Once(lambda: self.proposal.log_q_ratio(move) + self._log_correction(moments, here, there())),
-            memory=moments,
-            keep=self._keep,
-        )
+        ratio = Once(lambda: self.proposal.log_q_ratio(move) + self._log_correction(moments, here, there()))
+        return settle(state, potential, generator, self.acceptance, here, move, there, ratio, memory=moments, keep=self._keep)
 
     def _initial(self, grad: Leaves, generator: Randomness) -> NoisyMoments:
         """m1 ~ N(g, s1^2), m2 ~ N(g^2, s2^2): the conditional law given theta (Theorem 2)."""
@@ -132,27 +119,15 @@ class ExactAdamMCMCKernel(Kernel):
     def _keep(self, mask: Tensor, new: NoisyMoments, old: NoisyMoments | None) -> NoisyMoments | None:
         if old is None:
             return new
-        kept = select(mask, new.exp_avg + new.exp_avg_sq, old.exp_avg + old.exp_avg_sq)
-        return NoisyMoments(kept[: len(new.exp_avg)], kept[len(new.exp_avg) :])
+        return NoisyMoments(*(select(mask, yes, no) for yes, no in zip(new, old, strict=True)))
 
     def restored(self, fields: tuple[Any, ...]) -> NoisyMoments:
         """The memory from its fields, as a checkpoint has them."""
         return NoisyMoments(*(tuple(leaves) for leaves in fields))
 
-    def scaled(self, factor: float) -> ExactAdamMCMCKernel:
-        """The same kernel with `factor` times the noise."""
-        return replace(self, proposal=replace(self.proposal, sigma=times(self.proposal.sigma, factor)))
-
-    def with_sigma_along(self, sigma_along: Setting) -> ExactAdamMCMCKernel:
-        """The same kernel with this noise along the step."""
-        return replace(self, proposal=replace(self.proposal, sigma_along=sigma_along))
-
     def approximation(self, *, fixed_data: bool) -> list[str]:
-        reasons = [
-            None if fixed_data else "the gradient of a minibatch enters the target",
-            self.acceptance.approximation(fixed_data=fixed_data),
-        ]
-        return [reason for reason in reasons if reason is not None]
+        own = [] if fixed_data else ["the gradient of a minibatch enters the target"]
+        return own + super().approximation(fixed_data=fixed_data)
 
 
 def exact_adam_mcmc(

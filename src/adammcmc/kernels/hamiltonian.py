@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 
 from adammcmc.acceptance import AcceptanceTest, Minibatch
-from adammcmc.kernels.arguments import check_chains, check_preconditioner, checked, times
+from adammcmc.kernels.arguments import check_preconditioner, checked, times
 from adammcmc.kernels.backend import UnderdampedBackend
-from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, settle, start, with_prior
-from adammcmc.kernels.proposal import Move
+from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, settle
+from adammcmc.kernels.proposal import Move, deviations
 from adammcmc.target.leaves import (
     Leaves,
     Setting,
@@ -63,75 +62,39 @@ class UnderdampedKernel(Kernel):
     target_acceptance: ClassVar[float] = 0.85
 
     def init(self, params: Any, potential: Potential) -> ChainState:
-        check_chains(self, params)
         check_preconditioner(params, self.preconditioner, self.structure)
-        return start(params, potential)
+        return super().init(params, potential)
 
     def step(self, state: ChainState, potential: Potential, generator: Randomness) -> tuple[ChainState, Info]:
         params, _ = flatten(state.params)
         here = state.here or potential.evaluate(params, with_grad=True)
         memory = state.memory or self._fresh(params, generator)
-        if self.backend is not None and not self._is_unadjusted:
-            return self._fast_step(self.backend, state, here, memory, potential, generator)
+        backend = None if self._is_unadjusted else self.backend
+        before: Leaves = ()
+        there = Once(lambda: potential.evaluate(move.proposed, with_grad=True))
         if self._is_unadjusted:
             move, before, after = self._baoa(params, here, memory.momentum, potential.scale, generator)
-            there = Once(lambda: potential.evaluate(move.proposed, with_grad=True))
             finish = Once(lambda: (torch.zeros_like(memory.uniform), after))
+        elif backend is not None:  # which moves weights and momentum where they lie
+            if not same(memory.momentum, backend.momentum):
+                torch._foreach_copy_(list(backend.momentum), list(memory.momentum))
+            departure = backend.depart(here, generator)
+            move, finish = departure.move, Once(lambda: (departure.arrive(there()), backend.momentum))
         else:
             before = self._refreshed(memory.momentum, generator)
             move, half_way = self._leapfrog(params, here, before, potential)
-            there = Once(lambda: potential.evaluate(move.proposed, with_grad=True))
             finish = Once(lambda: self._arrive(before, half_way, there(), potential.scale))
         decides = self._moved(memory.uniform, generator)
-        state, info = settle(
-            state,
-            potential,
-            generator,
-            acceptance=self.acceptance,
-            here=here,
-            move=move,
-            there=there,
-            log_q_ratio=Once(lambda: finish()[0]),
-            log_uniform=decides.abs().log(),
-        )
-        flipped = tuple(-p for p in before)  # on rejection: without it momentum is created from nothing
-        if finish.value is None and self.acceptance.needs_noise:  # the test rejected without evaluating it
-            return state._replace(memory=Momentum(flipped, decides)), info
-        momentum = select(info.is_accepted, finish()[1], flipped)
+        move = move._replace(log_uniform=decides.abs().log())
+        log_q_ratio = Once(lambda: finish()[0])
+        state, info = settle(state, potential, generator, self.acceptance, here, move, there, log_q_ratio)
+        if backend is not None:
+            momentum = backend.momentum
+        else:
+            flipped = tuple(-p for p in before)  # on rejection: without it momentum is created from nothing
+            is_refused = finish.value is None and self.acceptance.needs_noise  # before p' was known
+            momentum = flipped if is_refused else select(info.is_accepted, finish()[1], flipped)
         return state._replace(memory=Momentum(momentum, self._raised(decides, info))), info
-
-    def _fast_step(
-        self,
-        backend: UnderdampedBackend,
-        state: ChainState,
-        here: Evaluation,
-        memory: Momentum,
-        potential: Potential,
-        generator: Randomness,
-    ) -> tuple[ChainState, Info]:
-        """The same step, in which the backend moves weights and momentum where they lie."""
-        if not same(memory.momentum, backend.momentum):
-            torch._foreach_copy_(list(backend.momentum), list(memory.momentum))
-        departure = backend.depart(here, generator)
-        move = departure.move
-        there = Once(lambda: potential.evaluate(move.proposed, with_grad=True))
-        log_q_ratio = Once(lambda: departure.arrive(there()))
-        if move.log_prior is not None:
-            here, there = with_prior(here, there, move.log_prior)
-        decides = self._moved(memory.uniform, generator)
-        log_uniform = decides.abs().log()
-        state, info = settle(
-            state,
-            potential,
-            generator,
-            acceptance=self.acceptance,
-            here=here,
-            move=move._replace(log_uniform=log_uniform),
-            there=there,
-            log_q_ratio=log_q_ratio,
-            log_uniform=log_uniform,
-        )
-        return state._replace(memory=Momentum(backend.momentum, self._raised(decides, info))), info
 
     def _raised(self, decides: Tensor, info: Info) -> Tensor:
         """What is accepted keeps its height |uniform| * density, so that the number is uniform again (Neal 2020)."""
@@ -170,13 +133,6 @@ class UnderdampedKernel(Kernel):
                 kept.append((c, math.sqrt(1 - c**2)))
         return kept
 
-    def _scales(self, like: Leaves) -> Sequence[Setting]:
-        """h A^1/2"""
-        sizes = [by_chain(h, x) for h, x in zip(spread_settings(self.step_size, len(like)), like, strict=True)]
-        if self.preconditioner is None:
-            return sizes
-        return [h * a.sqrt() for h, a in zip(sizes, self.preconditioner, strict=True)]
-
     def _refreshed(self, momentum: Leaves, generator: Randomness) -> Leaves:
         """p <- c p + sqrt(1 - c^2) xi"""
         noise = standard_normal(momentum, generator)
@@ -194,12 +150,12 @@ class UnderdampedKernel(Kernel):
     def _kick(self, momentum: Leaves, grad: Leaves | None, scale: Setting) -> Leaves:
         """p - scale h A^1/2 g"""
         assert grad is not None
-        scales = self._scales(momentum)
+        scales = deviations(self.step_size, self.preconditioner, momentum)
         return tuple(p - widen(g) * r * by_chain(scale, p) for p, g, r in zip(momentum, grad, scales, strict=True))
 
     def _drift(self, params: Leaves, momentum: Leaves, fraction: float = 1.0) -> Leaves:
         """theta + h A^1/2 p"""
-        scales = self._scales(momentum)
+        scales = deviations(self.step_size, self.preconditioner, momentum)
         moved = (widen(x) + p * r * fraction for x, p, r in zip(params, momentum, scales, strict=True))
         return tuple(y.to(x.dtype) for y, x in zip(moved, params, strict=True))
 
@@ -236,10 +192,6 @@ class UnderdampedKernel(Kernel):
     def with_preconditioner(self, diagonal: Leaves, structure: Any = None) -> UnderdampedKernel:
         """The same kernel with this A."""
         return replace(self, preconditioner=diagonal, structure=structure)
-
-    def approximation(self, *, fixed_data: bool) -> list[str]:
-        reason = self.acceptance.approximation(fixed_data=fixed_data)
-        return [] if reason is None else [reason]
 
 
 def underdamped(

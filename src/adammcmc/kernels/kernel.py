@@ -9,7 +9,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance import AcceptanceTest, Comparison
+from adammcmc.acceptance import AcceptanceTest, Comparison, Verdict
+from adammcmc.kernels.arguments import check_chains
 from adammcmc.kernels.proposal import Move
 from adammcmc.target.leaves import Leaves, flatten, is_finite, select, unflatten
 from adammcmc.target.potential import Evaluation, Potential
@@ -43,9 +44,9 @@ class Info(NamedTuple):
     loss: Tensor
     """Mean loss of the batch at the point the step started from (U for a density)."""
     proposed_loss: Tensor
-    """The same at the proposed point; NaN if the test did not ask for it."""
+    """The same at the proposed point; NaN if the test did not need it."""
     log_q_ratio: Tensor
-    """log q(theta|tau) - log q(tau|theta); NaN if the test did not ask for it."""
+    """log q(theta|tau) - log q(tau|theta); NaN if the test did not need it."""
     log_ratio: Tensor
     """Y, the log of the Metropolis-Hastings ratio."""
     acceptance_rate: Tensor
@@ -54,9 +55,9 @@ class Info(NamedTuple):
     is_finite: Tensor
     """Whether U was finite at the proposed point; False (NaN, infinite, outside the support) is a rejection."""
     num_examples: Tensor
-    """Examples of the data that the decision looked at."""
+    """Examples of the data that the decision used."""
     potential: Tensor
-    """U at the point the step started from; an estimate where only a batch was looked at. float64."""
+    """U at the point the step started from; an estimate where only a batch was evaluated. float64."""
     step_to_noise: Tensor
     """|u| / sigma of Algorithm 1's proposal; NaN for other kernels."""
     log_ratio_noise: Tensor
@@ -83,16 +84,31 @@ class Kernel(Protocol):
     why_not_capturable: str = ""
 
     def init(self, params: Any, potential: Potential) -> ChainState:
-        """The state of chains that start at `params`."""
-        ...
+        """The state of chains that start at `params`, evaluated there if the data are fixed."""
+        check_chains(self, params)
+        leaves, _ = flatten(params)
+        num_chains = leaves[0].shape[0]
+        if any(x.shape[:1] != (num_chains,) for x in leaves):
+            raise ValueError(f"all leaves must have the chains on their first axis, got {[tuple(x.shape) for x in leaves]}.")
+        if any(not x.is_floating_point() for x in leaves):
+            raise TypeError(f"parameters must be floating point, got {[str(x.dtype) for x in leaves]}.")
+        here = None
+        if potential.fixed:
+            here = potential.evaluate(leaves, with_grad=True)
+            if bad := torch.nonzero(~is_finite(_level(here))).flatten().tolist():
+                raise ValueError(
+                    f"the target is zero or undefined at the starting point of {len(bad)} of {num_chains} chains "
+                    f"(first: {bad[:5]}). Start inside the support."
+                )
+        frozen_at = torch.full((num_chains,), -1, dtype=torch.int64, device=leaves[0].device)
+        return ChainState(params, self.first_memory(leaves), here, None, 0, frozen_at)
 
     def step(self, state: ChainState, potential: Potential, generator: Randomness) -> tuple[ChainState, Info]:
         """One transition of every chain."""
-        ...
 
     def restored(self, fields: tuple[Any, ...]) -> Any:
         """The memory from its fields, as a checkpoint has them."""
-        ...
+        return None
 
     def first_memory(self, params: Leaves) -> Any:
         """The memory before the first step, for leaves (chains, ...); None if the first step makes it."""
@@ -108,11 +124,12 @@ class Kernel(Protocol):
 
     def approximation(self, *, fixed_data: bool) -> list[str]:
         """Why the kernel does not leave the target invariant, in a few words each; empty if it is exact."""
-        ...
+        reason = self.acceptance.approximation(fixed_data=fixed_data)
+        return [] if reason is None else [reason]
 
 
 class Once(Generic[_T]):
-    """A computation that is done when it is first asked for, and not again."""
+    """A computation that is done at its first call, and not again."""
 
     def __init__(self, compute: Callable[[], _T]) -> None:
         self.compute = compute
@@ -124,46 +141,18 @@ class Once(Generic[_T]):
         return self.value
 
 
-def with_prior(
-    here: Evaluation, there: Once[Evaluation], log_prior: tuple[Tensor, Tensor]
-) -> tuple[Evaluation, Once[Evaluation]]:
-    """Both evaluations with the log prior that a backend has summed on its way."""
-    return here._replace(log_prior=log_prior[0]), Once(lambda: there()._replace(log_prior=log_prior[1]))
-
-
-def start(params: Any, potential: Potential, remember: Callable[[Leaves], Any] = lambda leaves: None) -> ChainState:
-    """The state at `params`, evaluated there if the data are fixed (refused if the target is zero or undefined)."""
-    leaves, _ = flatten(params)
-    num_chains = leaves[0].shape[0]
-    if any(x.shape[:1] != (num_chains,) for x in leaves):
-        raise ValueError(f"all leaves must have the chains on their first axis, got {[tuple(x.shape) for x in leaves]}.")
-    if any(not x.is_floating_point() for x in leaves):
-        raise TypeError(f"parameters must be floating point, got {[str(x.dtype) for x in leaves]}.")
-    here = None
-    if potential.fixed:
-        here = potential.evaluate(leaves, with_grad=True)
-        if bad := torch.nonzero(~is_finite(_level(here))).flatten().tolist():
-            raise ValueError(
-                f"the target is zero or undefined at the starting point of {len(bad)} of {num_chains} chains "
-                f"(first: {bad[:5]}). Start inside the support."
-            )
-    frozen_at = torch.full((num_chains,), -1, dtype=torch.int64, device=leaves[0].device)
-    return ChainState(params, remember(leaves), here, None, 0, frozen_at)
-
-
 def settle(
     state: ChainState,
     potential: Potential,
     generator: Randomness,
-    *,
     acceptance: AcceptanceTest,
     here: Evaluation,
     move: Move,
     there: Once[Evaluation],
     log_q_ratio: Once[Tensor],
+    *,
     memory: Any = None,
     keep: Callable[[Tensor, Any, Any], Any] = lambda mask, new, old: new,
-    log_uniform: Tensor | None = None,
 ) -> tuple[ChainState, Info]:
     """The second half of every Metropolis step: test the move, then keep `move.proposed` or stay.
 
@@ -173,8 +162,10 @@ def settle(
     Args:
         memory: what the next step shall remember.
         keep: `keep(mask, new, old)`, the memory of each chain: the new one in the mask, the old one outside.
-        log_uniform: of the number that decides, where the kernel brings its own.
     """
+    if move.log_prior is not None:  # summed by a backend on its way
+        evaluated, (before, after) = there, move.log_prior
+        here, there = here._replace(log_prior=before), Once(lambda: evaluated()._replace(log_prior=after))
     leaves, structure = flatten(state.params)
     frozen_at = state.frozen_at
     try:
@@ -184,7 +175,11 @@ def settle(
         if fast is not None:  # the same numbers in one launch; frozen chains were not touched
             info, carry = fast, None
         else:
-            info, carry, healthy = _decide(state, potential, generator, acceptance, here, move, there, log_q_ratio, log_uniform)
+            current = leaves if move.in_place is None else move.in_place.current
+            healthy = is_finite(functools.reduce(torch.add, move.squares, _level(here))) & (state.frozen_at < 0)
+            comparison = Comparison(potential, current, move.proposed, here, there, log_q_ratio, healthy, move.log_uniform)
+            verdict, carry = acceptance(comparison, state.carry, generator)
+            info, healthy = _report(comparison, verdict, move, there, log_q_ratio)
             if healthy.device.type != "cpu" or not bool(healthy.all()):  # reading is free on the CPU, and saves work
                 memory = memory if move.in_place is not None else keep(healthy, memory, state.memory)
                 frozen_at = torch.where((state.frozen_at < 0) & ~healthy, state.step, state.frozen_at)
@@ -206,53 +201,39 @@ def settle(
     return ChainState(unflatten(params, structure), memory, cache, carry, state.step + 1, frozen_at), info
 
 
-def _decide(
-    state: ChainState,
-    potential: Potential,
-    generator: Randomness,
-    acceptance: AcceptanceTest,
-    here: Evaluation,
-    move: Move,
-    there: Once[Evaluation],
-    log_q_ratio: Once[Tensor],
-    log_uniform: Tensor | None,
-) -> tuple[Info, Any, Tensor]:
-    """The test and all that is reported of it; what the test remembers; and whether each chain is healthy."""
-    current = flatten(state.params)[0] if move.in_place is None else move.in_place.current
-    healthy = is_finite(functools.reduce(torch.add, move.squares, _level(here))) & (state.frozen_at < 0)
-    comparison = Comparison(potential, current, move.proposed, here, there, log_q_ratio, healthy, log_uniform)
-    verdict, carry = acceptance(comparison, state.carry, generator)
+def _report(
+    comparison: Comparison, verdict: Verdict, move: Move, there: Once[Evaluation], log_q_ratio: Once[Tensor]
+) -> tuple[Info, Tensor]:
+    """All that is reported of a test, and whether each chain is healthy."""
+    potential, here, healthy = comparison.potential, comparison.here, comparison.may_move
     if verdict.is_current_finite is not None:
         healthy = healthy & verdict.is_current_finite
     is_accepted, is_known_finite = verdict.is_accepted & healthy, verdict.is_finite
     if potential.fixed and (there.value is not None or is_accepted.device.type != "cpu" or bool(is_accepted.any())):
         is_known_finite = is_known_finite & is_finite(_level(there()))
         is_accepted = is_accepted & is_known_finite  # without a test, too, a chain must not leave the support
+    loss = _mean_loss(here)
     info = Info(
-        loss=mean_loss(here),
-        proposed_loss=_unknown(healthy) if there.value is None else mean_loss(there.value),
+        loss=loss,
+        proposed_loss=_unknown(healthy) if there.value is None else _mean_loss(there.value),
         log_q_ratio=_unknown(healthy) if log_q_ratio.value is None else log_q_ratio.value,
         log_ratio=verdict.log_ratio,
         acceptance_rate=verdict.acceptance_rate * (healthy & is_known_finite),
         is_accepted=is_accepted,
         is_finite=is_known_finite,
         num_examples=verdict.num_examples,
-        potential=_potential(potential, here) if verdict.potential is None else verdict.potential,
+        potential=potential.scale * loss.double() - here.log_prior if verdict.potential is None else verdict.potential,
         step_to_noise=_unknown(healthy) if move.step_to_noise is None else move.step_to_noise,
         log_ratio_noise=_unknown(healthy) if verdict.log_ratio_noise is None else verdict.log_ratio_noise,
     )
-    return info, carry, healthy
-
-
-def _potential(potential: Potential, here: Evaluation) -> Tensor:
-    return potential.scale * mean_loss(here).double() - here.log_prior
+    return info, healthy
 
 
 def _unknown(like: Tensor) -> Tensor:
     return torch.full_like(like, torch.nan, dtype=torch.float64)
 
 
-def mean_loss(evaluation: Evaluation) -> Tensor:
+def _mean_loss(evaluation: Evaluation) -> Tensor:
     """The mean loss of each chain, (chains,)."""
     losses = evaluation.losses
     return losses if losses.dim() == 1 else losses.mean(1)
@@ -260,4 +241,4 @@ def mean_loss(evaluation: Evaluation) -> Tensor:
 
 def _level(evaluation: Evaluation) -> Tensor:
     """A number that is finite if and only if the loss and the log prior are."""
-    return mean_loss(evaluation) + evaluation.log_prior
+    return _mean_loss(evaluation) + evaluation.log_prior

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from adammcmc.acceptance import AcceptanceTest, Minibatch
-from adammcmc.kernels.arguments import check_chains, check_noise, check_preconditioner, checked, checked_one, times
-from adammcmc.kernels.direction import Gradient
-from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, settle, start
+from adammcmc.kernels.arguments import check_noise, check_preconditioner, checked, checked_one, times
+from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, settle
 from adammcmc.kernels.proposal import Langevin
-from adammcmc.target.leaves import Leaves, Setting, Settings, flatten, spread_settings
+from adammcmc.target.leaves import Leaves, Setting, Settings, by_chain, flatten, spread_settings, widen
 from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
 
 __all__ = ["MALAKernel", "mala"]
-
-_K = TypeVar("_K", bound="MALAKernel")
 
 
 @dataclass(frozen=True)
@@ -38,9 +35,8 @@ class MALAKernel(Kernel):
         check_noise(self.proposal.sigma, self.acceptance)
 
     def init(self, params: Any, potential: Potential) -> ChainState:
-        check_chains(self, params)
         check_preconditioner(params, self.proposal.preconditioner, self.structure)
-        return start(params, potential)
+        return super().init(params, potential)
 
     def step(self, state: ChainState, potential: Potential, generator: Randomness) -> tuple[ChainState, Info]:
         here = state.here or potential.evaluate(flatten(state.params)[0], with_grad=True)
@@ -51,44 +47,28 @@ class MALAKernel(Kernel):
     ) -> tuple[ChainState, Info]:
         """One step from the evaluation `here`; `potential` evaluates the proposed point."""
         params, _ = flatten(state.params)
-        rates = [h * potential.scale for h in spread_settings(self.step_size, len(params))]  # h grad U = h scale grad V
-        direction = Gradient(rates, self.proposal.preconditioner)
-        assert here.grad is not None
-        update, _ = direction(here.grad, None, params)
-        move = self.proposal.propose(params, update, generator)
+        move = self.proposal.propose(params, self._update(here, potential.scale), generator)
         there = Once(lambda: potential.evaluate(move.proposed, with_grad=True))
+        log_q_ratio = Once(lambda: self.proposal.log_q_ratio(move, self._update(there(), potential.scale)))
+        return settle(state, potential, generator, self.acceptance, here, move, there, log_q_ratio)
 
-        def log_q_ratio() -> Tensor:
-            grad = there().grad
-            assert grad is not None
-            return self.proposal.log_q_ratio(move, direction(grad, None, params)[0])
+    def _update(self, evaluation: Evaluation, scale: Setting) -> Leaves:
+        """u = h A grad U, with grad U = scale grad V."""
+        assert evaluation.grad is not None
+        wide = [widen(g) for g in evaluation.grad]
+        rates = [h * scale for h in spread_settings(self.step_size, len(wide))]
+        update = tuple(g * by_chain(rate, g) for g, rate in zip(wide, rates, strict=True))
+        diagonal = self.proposal.preconditioner
+        return update if diagonal is None else tuple(u * a for u, a in zip(update, diagonal, strict=True))
 
-        return settle(
-            state,
-            potential,
-            generator,
-            acceptance=self.acceptance,
-            here=here,
-            move=move,
-            there=there,
-            log_q_ratio=Once(log_q_ratio),
-        )
-
-    def restored(self, fields: tuple[Any, ...]) -> Any:
-        return None
-
-    def scaled(self: _K, factor: float) -> _K:
+    def scaled(self, factor: float) -> Self:
         """The same kernel with `factor` times the noise, and the step size to match."""
         proposal = replace(self.proposal, sigma=times(self.proposal.sigma, factor))
         return replace(self, step_size=times(self.step_size, factor**2), proposal=proposal)
 
-    def with_preconditioner(self: _K, diagonal: Leaves, structure: Any = None) -> _K:
+    def with_preconditioner(self, diagonal: Leaves, structure: Any = None) -> Self:
         """The same kernel with this A."""
         return replace(self, proposal=replace(self.proposal, preconditioner=diagonal), structure=structure)
-
-    def approximation(self, *, fixed_data: bool) -> list[str]:
-        reason = self.acceptance.approximation(fixed_data=fixed_data)
-        return [] if reason is None else [reason]
 
 
 def mala(

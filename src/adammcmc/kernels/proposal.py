@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ from adammcmc.target.randomness import Randomness, normal
 
 __all__ = ["Elementwise", "InPlace", "Langevin", "Move", "Prolate"]
 
-Number = TypeVar("Number", float, Tensor)
+Noise: TypeAlias = tuple[Tensor, Leaves]
+"""z and eps of a move, if they were drawn before."""
 
 
 class Move(NamedTuple):
@@ -80,15 +81,12 @@ class InPlace(Protocol):
 
         Chains that freeze are marked in `state.frozen_at`.
         """
-        ...
 
     def keep(self, is_accepted: Tensor, new_grad: Leaves | None, old_grad: Leaves | None) -> Leaves | None:
         """Put rejected chains back. With gradients, keep the new one where accepted; returns the memory they are kept in."""
-        ...
 
     def undo(self) -> None:
         """Put every chain back: an error occurred before the decision."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -108,19 +106,13 @@ class Prolate:
     sigma_along: Setting = 0.0
 
     def propose(
-        self,
-        params: Leaves,
-        update: Leaves,
-        generator: Randomness,
-        *,
-        noise: tuple[Tensor, Leaves] | None = None,
-        out: Leaves | None = None,
+        self, params: Leaves, update: Leaves, generator: Randomness, *, noise: Noise | None = None, out: Leaves | None = None
     ) -> Move:
         """tau; with `noise` = (z, eps) drawn before, and written into `out`, where a backend has them."""
-        sigmas = spread_settings(self.sigma, len(params))
-        move = _propose(params, update, _shaped(sigmas, update), self.sigma_along, generator, noise, out)
-        is_known = not any(isinstance(s, float | int) and s == 0 for s in sigmas)
-        return move._replace(step_to_noise=None if not is_known else self.squared_ratio(move.squares).sqrt())
+        move = _propose(params, update, deviations(self.sigma, None, update), self.sigma_along, generator, noise, out)
+        if any(isinstance(s, float | int) and s == 0 for s in spread_settings(self.sigma, len(params))):
+            return move
+        return move._replace(step_to_noise=self.squared_ratio(move.squares).sqrt())
 
     def squared_ratio(self, squares: Sequence[Tensor]) -> Tensor:
         """a"""
@@ -133,12 +125,7 @@ class Prolate:
         a = self.squared_ratio(move.squares)
         cross = _sum(inner(u, e) / s for u, e, s in zip(move.update, move.noise, sigmas, strict=True))
         assert move.along is not None
-        return self.combine(a, cross, move.along)
-
-    def combine(self, a: Number, cross: Number, along: Number) -> Number:
-        """log_q_ratio from a, sum_g u_g.eps_g / sigma_g and z: tensors, or numbers of one chain."""
-        # (numbers of one chain come with a number for sigma_along)
-        return (cross - (1 - self.sigma_along * along) * a) * (2 / (1 + self.sigma_along**2 * a))  # type: ignore[return-value]
+        return (cross - (1 - self.sigma_along * move.along) * a) * (2 / (1 + self.sigma_along**2 * a))
 
 
 @dataclass(frozen=True)
@@ -156,21 +143,15 @@ class Elementwise(Prolate):
     """
 
     def propose(
-        self,
-        params: Leaves,
-        update: Leaves,
-        generator: Randomness,
-        *,
-        noise: tuple[Tensor, Leaves] | None = None,
-        out: Leaves | None = None,
+        self, params: Leaves, update: Leaves, generator: Randomness, *, noise: Noise | None = None, out: Leaves | None = None
     ) -> Move:
-        sigmas = spread_settings(self.sigma, len(params))
-        moved = _propose(params, update, _shaped(sigmas, update), 0.0, generator, noise, out)
+        sigmas = deviations(self.sigma, None, update)
+        moved = _propose(params, update, sigmas, 0.0, generator, noise, out)
         zetas = standard_normal(update, generator)
         shifts = [u * z * by_chain(self.sigma_along, u) for u, z in zip(update, zetas, strict=True)]
         proposed = tuple((widen(p) + s).to(p.dtype) for p, s in zip(moved.proposed, shifts, strict=True))
         # as noise in units of sigma, so that the rank-one formula (with z = 0) sees the displacement that was made
-        drawn = tuple(e + s / by_chain(sigma, s) for e, s, sigma in zip(moved.noise, shifts, sigmas, strict=True))
+        drawn = tuple(e + s / sigma for e, s, sigma in zip(moved.noise, shifts, sigmas, strict=True))
         assert moved.along is not None
         along = torch.zeros_like(moved.along)
         return Move(proposed, moved.squares, update, drawn, along, step_to_noise=self.squared_ratio(moved.squares).sqrt())
@@ -194,19 +175,13 @@ class Langevin:
     sigma_along: Setting = 0.0
     preconditioner: Leaves | None = None
 
-    def _deviations(self, like: Leaves) -> Sequence[Setting]:
-        sigmas = _shaped(spread_settings(self.sigma, len(like)), like)
-        if self.preconditioner is None:
-            return sigmas
-        return [s * a.sqrt() for s, a in zip(sigmas, self.preconditioner, strict=True)]
-
     def propose(self, params: Leaves, update: Leaves, generator: Randomness) -> Move:
-        return _propose(params, update, self._deviations(update), self.sigma_along, generator)
+        return _propose(params, update, deviations(self.sigma, self.preconditioner, update), self.sigma_along, generator)
 
     def log_q_ratio(self, move: Move, reverse: Leaves) -> Tensor:
-        deviations = self._deviations(reverse)
-        here = [u / s for u, s in zip(move.update, deviations, strict=True)]
-        there = [u / s for u, s in zip(reverse, deviations, strict=True)]
+        scales = deviations(self.sigma, self.preconditioner, reverse)
+        here = [u / s for u, s in zip(move.update, scales, strict=True)]
+        there = [u / s for u, s in zip(reverse, scales, strict=True)]
         uu = _sum(inner(u, u) for u in here)
         vv = _sum(inner(v, v) for v in there)
         uv = _sum(inner(u, v) for u, v in zip(here, there, strict=True))
@@ -223,6 +198,14 @@ class Langevin:
         return isotropic + rank_one + determinant
 
 
+def deviations(sigma: Settings, preconditioner: Leaves | None, like: Leaves) -> Sequence[Setting]:
+    """D^1/2 = sigma A^1/2 of each leaf, shaped to multiply it."""
+    sigmas = [by_chain(s, x) for s, x in zip(spread_settings(sigma, len(like)), like, strict=True)]
+    if preconditioner is None:
+        return sigmas
+    return [s * a.sqrt() for s, a in zip(sigmas, preconditioner, strict=True)]
+
+
 def draw_along(params: Leaves, generator: Randomness) -> Tensor:
     """z, (chains,), float64."""
     return normal(params[0].shape[:1], torch.float64, params[0].device, generator)
@@ -231,25 +214,21 @@ def draw_along(params: Leaves, generator: Randomness) -> Tensor:
 def _propose(
     params: Leaves,
     update: Leaves,
-    deviations: Sequence[Setting],
+    scales: Sequence[Setting],
     sigma_along: Setting,
     generator: Randomness,
-    noise: tuple[Tensor, Leaves] | None = None,
+    noise: Noise | None = None,
     out: Leaves | None = None,
 ) -> Move:
     along, eps = noise or (draw_along(params, generator), standard_normal(update, generator))
     proposed = []
-    for p, u, e, s, into in zip(params, update, eps, deviations, out or [None] * len(params), strict=True):
+    for p, u, e, s, into in zip(params, update, eps, scales, out or [None] * len(params), strict=True):
         wide = widen(p)
         moved = torch.addcmul(wide, e, s, out=into) if isinstance(s, Tensor) else torch.add(wide, e, alpha=s, out=into)
         coefficient = (sigma_along * along - 1).to(u.dtype)  # of u: drift and directional noise in one
         proposed.append(moved.addcmul_(u, per_chain(coefficient, u)).to(p.dtype))
     squares = tuple(inner(u, u) for u in update)
     return Move(tuple(proposed), squares, update, eps, along)
-
-
-def _shaped(sigmas: Sequence[Setting], like: Leaves) -> Sequence[Setting]:
-    return [by_chain(s, x) for s, x in zip(sigmas, like, strict=True)]
 
 
 def _sum(terms: Iterable[Tensor]) -> Tensor:

@@ -77,10 +77,6 @@ class AdamMCMC(Sampler):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "sigma": sigma, "sigma_along": sigma_along}
         super().__init__(params, defaults, num_data=num_data, prior=prior, **common)
 
-    def _rescale(self, factor: float) -> None:
-        for group in self.param_groups:
-            group["sigma"] *= factor
-
     def _label(self, p: Parameter, group: int) -> Hashable:
         return group, float(self.state[p].get("step", 0.0))  # bias correction depends on the count
 
@@ -103,7 +99,7 @@ class AdamMCMC(Sampler):
             raise ValueError(f"fused=True is not possible here: {reason}. Leave it out.")
         return reason
 
-    def _backend_key(self, packing: Packing) -> tuple[Any, ...]:
+    def _parts(self, packing: Packing) -> tuple[Any, ...]:
         return packing, self._gather(packing, None).exp_avg
 
     def _new_backend(self, packing: Packing) -> Any:
@@ -122,14 +118,9 @@ class AdamMCMC(Sampler):
         exp_avg, exp_avg_sq = packing.new(), packing.new()
         views, squares = packing.views(exp_avg), packing.views(exp_avg_sq)
         self._steps = torch.tensor([float(s.get("step", 0.0)) for s in states], device="cpu")
-        before = [
-            packing.sampled([s.get(key, x) for s, x in zip(states, new, strict=True)])
-            for key, new in (("exp_avg", views), ("exp_avg_sq", squares))
-        ]
-        for s, m1, m2, old1, old2, step in zip(states, views, squares, *before, self._steps.unbind(), strict=True):
-            if s:
-                m1.copy_(old1)
-                m2.copy_(old2)
+        packing.pack([s.get("exp_avg", x) for s, x in zip(states, views, strict=True)], exp_avg)
+        packing.pack([s.get("exp_avg_sq", x) for s, x in zip(states, squares, strict=True)], exp_avg_sq)
+        for s, m1, m2, step in zip(states, views, squares, self._steps.unbind(), strict=True):
             s.update(step=step, exp_avg=m1, exp_avg_sq=m2)
         counts = tuple(int(states[members[0]]["step"]) for members in packing.members)
         bound = AdamMemory(exp_avg, exp_avg_sq, counts)
@@ -139,13 +130,12 @@ class AdamMCMC(Sampler):
     def keep(self, memory: AdamMemory) -> None:
         """The moments into the memory that `self.state` shows; the chain itself remembers nothing."""
         assert self._bound is not None
-        packing, views, own = self._bound
+        own = self._bound[2]
         for old, new in ((own.exp_avg, memory.exp_avg), (own.exp_avg_sq, memory.exp_avg_sq)):
             if not same(old, new):
                 torch._foreach_copy_(old, new)
         if memory.step != own.step and not self.chains.is_capturing:
-            self._bound = packing, views, own._replace(step=memory.step)
-            self._steps += 1
+            self.counted()
 
     def counted(self) -> None:
         """One more step of Adam."""
@@ -226,10 +216,6 @@ class OptimizerMCMC(Sampler):
         self._inner_keys = set(own)
         defaults = {**own, "sigma": sigma, "sigma_along": sigma_along}
         super().__init__(params, defaults, num_data=num_data, prior=prior, **common)
-
-    def _rescale(self, factor: float) -> None:
-        for group in self.param_groups:
-            group["sigma"] *= factor
 
     def _label(self, p: Parameter, group: int) -> None:
         return None  # an optimizer may depend on shapes: each parameter keeps its own

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from adammcmc.target.leaves import Leaves, Setting, by_chain, inner, per_chain
 from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
 
-__all__ = ["Adaptation", "BurnIn", "Change", "changed", "check_common", "check_tunable", "momentum_spread", "target_rate"]
+__all__ = ["Adaptation", "BurnIn", "Change", "changed", "check_common", "check_tunable", "mean_of", "momentum_spread"]
 
 _SMALLEST_NOISE = 1e-3  # relative to the step; below this, tuning the noise has no effect
 _FROZEN = 0.01  # acceptance
@@ -243,13 +244,9 @@ class Adaptation:
 
     def _rescale(self, diagonal: Leaves) -> float:
         """The change of log scale that keeps the length of a move, h * sqrt(mean A), when A changes."""
-
-        def mean(leaves: Leaves) -> float:
-            return sum(float(a.double().sum()) for a in leaves) / sum(a.numel() for a in leaves)
-
-        before = 1.0 if self._diagonal is None else mean(self._diagonal)
+        before = 1.0 if self._diagonal is None else mean_of(self._diagonal)
         self._diagonal = diagonal
-        return 0.5 * math.log(before / mean(diagonal))
+        return 0.5 * math.log(before / mean_of(diagonal))
 
     def state_dict(self) -> dict[str, Any]:
         """The state as numbers, lists and tensors, and the settings as numbers."""
@@ -297,6 +294,11 @@ class Adaptation:
         )
 
 
+def mean_of(leaves: Sequence[Tensor]) -> float:
+    """The mean over all numbers."""
+    return sum(float(a.double().sum()) for a in leaves) / sum(a.numel() for a in leaves)
+
+
 def _late_mean(values: list[float]) -> float:
     """The mean over the second half."""
     half = values[len(values) // 2 :]
@@ -311,11 +313,6 @@ def check_tunable(acceptance: AcceptanceTest) -> None:
             "`burn_in`, or first adapt with a Metropolis test on fixed data, then set "
             "`sampler.acceptance = AlwaysAccept()` and `sampler.fixed_data = False`."
         )
-
-
-def target_rate(acceptance: AcceptanceTest, metropolis: float) -> float:
-    """The acceptance to tune to where a Metropolis test would be tuned to `metropolis`: other tests may accept less."""
-    return acceptance.rate_like(metropolis)
 
 
 def check_common(kernel: Any, settings: BurnIn) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from adammcmc.errors import NonFiniteLoss, StochasticClosure
 from adammcmc.kernels.arguments import placed
 from adammcmc.kernels.kernel import Info, Kernel
-from adammcmc.samplers.adaptation import Adaptation, BurnIn, changed, check_common, check_tunable, target_rate
+from adammcmc.samplers.adaptation import Adaptation, BurnIn, changed, check_common, check_tunable
 from adammcmc.samplers.processes import check_one_process
 from adammcmc.samplers.progress import track
 from adammcmc.target.data_density import DataDensity
@@ -162,7 +162,7 @@ class _Run:
         check_common(self.kernel, tune)
         return Adaptation(
             tune,
-            target=target_rate(self.kernel.acceptance, self.kernel.target_acceptance),
+            target=self.kernel.acceptance.rate_like(self.kernel.target_acceptance),
             num_params=sum(x[0].numel() for x in self.leaves),
             tunes_sigma_along=hasattr(self.kernel, "with_sigma_along"),
             learns=hasattr(self.kernel, "with_preconditioner"),

@@ -8,12 +8,11 @@ while sampler.is_adapting:
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from typing import Any, Unpack
+from collections.abc import Sequence
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from adammcmc import kernels
 from adammcmc.backends.one_pass import one_pass
@@ -21,7 +20,7 @@ from adammcmc.kernels.exact_adam import NoisyMoments
 from adammcmc.kernels.hamiltonian import Momentum
 from adammcmc.kernels.kernel import ChainState, Kernel
 from adammcmc.kernels.proposal import Prolate
-from adammcmc.samplers.adaptation import BurnIn, Change, momentum_spread
+from adammcmc.samplers.adaptation import BurnIn, Change, mean_of, momentum_spread
 from adammcmc.samplers.packing import Packing
 from adammcmc.samplers.sampler import Common, Params, Sampler
 from adammcmc.target.leaves import Leaves, widen
@@ -31,34 +30,28 @@ from adammcmc.target.priors import Prior
 __all__ = ["MALA", "ExactAdamMCMC", "Underdamped"]
 
 
-class _Exact(Sampler):
-    """An exact sampler requires a proper prior."""
-
-    def __init__(self, params: Params, defaults: dict[str, Any], *, prior: Prior | None, **options: Any) -> None:
-        if prior is None:
-            raise ValueError(
-                f"{type(self).__name__} needs a proper `prior`: without one the posterior of a network has no finite mass. "
-                "Gaussian.fan_in(model) is a common choice."
-            )
-        super().__init__(params, defaults, prior=prior, **options)
-
-    def _label(self, p: Parameter, group: int) -> Hashable:
-        return group
-
-
-class _Preconditioned(_Exact):
+class _Preconditioned(Sampler):
     """An exact sampler with a step size and a diagonal A, which lives in `self.state`, by parameter."""
 
-    _learns_preconditioner = True
+    _first_step_size: ClassVar[float]
+    """Where burn-in starts."""
     _tunes_lr = True
+    _needs_prior = True
 
     def __init__(
-        self, params: Params, defaults: dict[str, Any], *, preconditioner: Sequence[Tensor] | None, **options: Any
+        self,
+        params: Params,
+        step_size: float | None,
+        defaults: dict[str, Any],
+        *,
+        preconditioner: Sequence[Tensor] | None,
+        **options: Any,
     ) -> None:
-        self._diagonal: tuple[Any, Leaves | None, list[float]] | None = None
-        self._diagonal_number = 0
+        if step_size is None and options.get("burn_in") is None:
+            options["burn_in"] = BurnIn()
+        self._diagonal: tuple[Any, Leaves | None, list[float]] | None = None  # what it is made of, A, smallest A^1/2 by leaf
         self._learns_preconditioner = preconditioner is None
-        super().__init__(params, defaults, **options)
+        super().__init__(params, {"lr": self._first_step_size if step_size is None else step_size, **defaults}, **options)
         if preconditioner is not None:
             trainable = self.parameters.trainable
             given = list(preconditioner)
@@ -83,23 +76,15 @@ class _Preconditioned(_Exact):
             packed, roots = None, [1.0] * len(packing.members)
             if known:
                 # parameters that came later take the mean of the others
-                mean = sum(float(a.double().sum()) for a in known) / sum(a.numel() for a in known)
+                mean = mean_of(known)
                 full = [torch.full_like(p, mean) if a is None else a for p, a in zip(packing.params, parts, strict=True)]
                 packed = tuple(leaf[0] for leaf in packing.pack(full, packing.new()))
                 roots = [math.sqrt(float(a.min())) for a in packed]
             self._diagonal = key, packed, roots
-            self._diagonal_number += 1
         return self._diagonal[1]
 
-    def _version(self) -> Any:
-        self._preconditioner(self.layout())
-        return self._diagonal_number
-
-    def _smallest_roots(self, packing: Packing) -> list[float]:
-        """The smallest A^1/2 in each leaf."""
-        self._preconditioner(packing)
-        assert self._diagonal is not None
-        return self._diagonal[2]
+    def _parts(self, packing: Packing) -> tuple[Any, ...]:
+        return packing, self._preconditioner(packing)
 
     def _set_preconditioner(self, packing: Packing, diagonal: Leaves) -> None:
         leaves = tuple(a[None].to(leaf.dtype) for a, leaf in zip(diagonal, packing.current, strict=True))
@@ -141,6 +126,7 @@ class Underdamped(_Preconditioned):
     """
 
     _target_acceptance = kernels.UnderdampedKernel.target_acceptance
+    _first_step_size = 1e-3
     _noise_name = "step_size * A^1/2"
 
     def __init__(
@@ -156,17 +142,8 @@ class Underdamped(_Preconditioned):
         preconditioner: Sequence[Tensor] | None = None,
         **common: Unpack[Common],
     ) -> None:
-        if step_size is None and common.get("burn_in") is None:
-            common["burn_in"] = BurnIn()
         self.friction, self.num_leapfrog, self.persistent_uniform = friction, num_leapfrog, persistent_uniform
-        super().__init__(
-            params,
-            {"lr": 1e-3 if step_size is None else step_size},
-            num_data=num_data,
-            prior=prior,
-            preconditioner=preconditioner,
-            **common,
-        )
+        super().__init__(params, step_size, {}, num_data=num_data, prior=prior, preconditioner=preconditioner, **common)
 
     @property
     def gradients_per_step(self) -> int:
@@ -188,8 +165,9 @@ class Underdamped(_Preconditioned):
         """The length of a drift, as far as rounding is concerned."""
         if 0.0 in self._options("lr"):
             raise ValueError("`step_size` must be positive (did a scheduler bring it to 0?): the chain would not move.")
-        roots = self._smallest_roots(self.layout())
-        return [float(lr) * root for lr, root in zip(self._options("lr"), roots, strict=True)]
+        self._preconditioner(self.layout())
+        assert self._diagonal is not None
+        return [float(lr) * root for lr, root in zip(self._options("lr"), self._diagonal[2], strict=True)]
 
     def _rescale(self, factor: float) -> None:
         for group in self.param_groups:
@@ -203,9 +181,6 @@ class Underdamped(_Preconditioned):
         if self.num_leapfrog != 1 or not self.acceptance.needs_noise or self._will_adapt:
             return "only a step with one leapfrog step, a test and settled settings is fused"
         return self._why_not_triton()
-
-    def _backend_key(self, packing: Packing) -> tuple[Any, ...]:
-        return packing, self._preconditioner(packing)
 
     def _new_backend(self, packing: Packing) -> Any:
         return one_pass(self._kernel(packing), packing.current, packing.proposed, None) if packing.is_live else None
@@ -234,6 +209,7 @@ class MALA(_Preconditioned):
     """
 
     _target_acceptance = kernels.MALAKernel.target_acceptance
+    _first_step_size = 1e-6
 
     def __init__(
         self,
@@ -247,16 +223,8 @@ class MALA(_Preconditioned):
         preconditioner: Sequence[Tensor] | None = None,
         **common: Unpack[Common],
     ) -> None:
-        if step_size is None and common.get("burn_in") is None:
-            common["burn_in"] = BurnIn()
-        super().__init__(
-            params,
-            {"lr": 1e-6 if step_size is None else step_size, "sigma": sigma, "sigma_along": sigma_along},
-            num_data=num_data,
-            prior=prior,
-            preconditioner=preconditioner,
-            **common,
-        )
+        noise = {"sigma": sigma, "sigma_along": sigma_along}
+        super().__init__(params, step_size, noise, num_data=num_data, prior=prior, preconditioner=preconditioner, **common)
 
     @property
     def gradients_per_step(self) -> int:
@@ -283,7 +251,7 @@ class MALA(_Preconditioned):
             group["sigma"] = None if group["sigma"] is None else group["sigma"] * factor
 
 
-class ExactAdamMCMC(_Exact):
+class ExactAdamMCMC(Sampler):
     r"""The augmented chain of Theorem 1 as an optimizer: Adam's momenta, noisy, as part of the state. **Exact.**
 
         m_l <- beta_l m_l + (1 - beta_l) (grad V)^l + s_l sqrt(1 - beta_l^2) xi,    u = lr m1 / sqrt(|m2| + floor)
@@ -310,6 +278,7 @@ class ExactAdamMCMC(_Exact):
     _target_acceptance = kernels.ExactAdamMCMCKernel.target_acceptance
     _not_taken = frozenset(("acceptance", "examples"))
     _tunes_sigma_along = True
+    _needs_prior = True
 
     def __init__(
         self,
@@ -333,13 +302,8 @@ class ExactAdamMCMC(_Exact):
         self._measures_spread = momentum_spread is None
         self.momentum_spread = momentum_spread
         self.floor = floor
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "sigma": sigma, "sigma_along": sigma_along},
-            num_data=num_data,
-            prior=prior,
-            **common,
-        )
+        defaults = {"lr": lr, "betas": betas, "sigma": sigma, "sigma_along": sigma_along}
+        super().__init__(params, defaults, num_data=num_data, prior=prior, **common)
 
     def _kernel(self, packing: Packing) -> Kernel:
         spread = self.momentum_spread or (1.0, 1.0)  # to check the other arguments; `_prepare` measures it before it is used
@@ -381,10 +345,6 @@ class ExactAdamMCMC(_Exact):
             assert state.here is not None
             self._measure(potential, state.params, state.here)
             self.chains.memory = None  # the momenta start afresh, from their law given the weights
-
-    def _rescale(self, factor: float) -> None:
-        for group in self.param_groups:
-            group["sigma"] *= factor
 
     def _gather(self, packing: Packing, memory: NoisyMoments | None) -> NoisyMoments | None:
         return memory if memory is not None and _fits(memory.exp_avg, packing) else None

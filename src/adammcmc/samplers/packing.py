@@ -1,4 +1,4 @@
-"""How the parameters of a model lie in the leaves that a kernel computes on.
+"""How the parameters of a model lie in the leaves that a kernel computes on (`Packing`), and which of them do (`Layout`).
 
 Small parameters that share their hyper-parameters lie end to end in one flat leaf, so that a step costs a few operations, not
 a few for each tensor. A large one is a leaf of its own, which saves a copy. The model's parameters stay where they are: values
@@ -10,7 +10,11 @@ Rows that are held (`padding_idx` of an embedding) are in no leaf: a kernel neit
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +22,12 @@ from torch.nn import Parameter
 
 from adammcmc.target.leaves import Leaves, same
 
-__all__ = ["Packing", "RowsToHold", "padding_rows"]
+__all__ = ["HeldRows", "Layout", "Packing", "RowsToHold", "padding_rows"]
 
 _LARGE = 1 << 15
+
+HeldRows = dict[int, tuple[int, ...]]
+"""By the number of a parameter, its rows that stay as they are."""
 
 
 class RowsToHold(Exception):
@@ -62,7 +69,6 @@ class Packing:
         """For each leaf the indices of its parameters."""
         self._flat = [flat[members[0]] for members in self.members]
         self._views: dict[int, tuple[Leaves, list[Tensor]]] = {}
-        self._memory: list[Leaves | None] = [tuple(p.detach()[None] for p in params) if live else None, None]
         self.zero = torch.zeros(1, dtype=torch.float64, device=params[0].device)
         """The log density of a flat prior."""
         self.last_grads: Sequence[Tensor] = ()
@@ -70,30 +76,22 @@ class Packing:
 
     def fits(self, params: Sequence[Parameter]) -> bool:
         """Whether this is the layout of these parameters, in their present dtype and place."""
-        # storage may be exchanged under a parameter (`p.data = ...`, `model.cpu().cuda()`): what knows its address must know
-        return (
-            same(self.params, params)
-            and self._places == _places(params)
-            and all(
-                p.dtype == view.dtype and p.device == view.device
-                for p, view in zip(params, self.views(self.current), strict=True)
-            )
-        )
+        return same(self.params, params) and self._places == _places(params)
 
     @property
     def sizes(self) -> list[int]:
         """How many numbers of each parameter are sampled."""
         return [shape.numel() for shape in self.shapes]
 
-    @property
+    @functools.cached_property
     def current(self) -> Leaves:
         """Memory for the current point, allocated once."""
-        return self._lasting(0)
+        return tuple(p.detach()[None] for p in self.params) if self.is_live else self._lasting()
 
-    @property
+    @functools.cached_property
     def proposed(self) -> Leaves:
         """Memory for a second point, allocated on first use."""
-        return self._lasting(1)
+        return self._lasting()
 
     def new(self) -> Leaves:
         """Zeros in this layout."""
@@ -104,11 +102,10 @@ class Packing:
             leaves.append(torch.zeros((1, *shape), dtype=p.dtype, device=p.device))
         return tuple(leaves)
 
-    def _lasting(self, which: int) -> Leaves:
+    def _lasting(self) -> Leaves:
         """Leaves for use at every step: memory that a step allocates and frees is paid for page by page."""
-        if (leaves := self._memory[which]) is None:
-            leaves = self._memory[which] = self.new()
-            self._views[id(leaves)] = (leaves, self._cut(leaves))
+        leaves = self.new()
+        self._views[id(leaves)] = (leaves, self._cut(leaves))
         return leaves
 
     def views(self, leaves: Leaves) -> list[Tensor]:
@@ -129,7 +126,7 @@ class Packing:
 
     def pack(self, tensors: Sequence[Tensor], into: Leaves) -> Leaves:
         """Copy values in the parameters' shapes into leaves, which are returned."""
-        if not (self.is_live and into is self._memory[0]):
+        if not (self.is_live and into is self.current):
             torch._foreach_copy_(self.views(into), self.sampled(tensors))
         return into
 
@@ -163,10 +160,127 @@ class Packing:
 
     def write(self, leaves: Leaves) -> None:
         """Copy the leaves' values into the parameters themselves, in place."""
-        if self.is_live and leaves is self._memory[0]:
+        if self.is_live and leaves is self.current:
             return
         with torch.no_grad():
             torch._foreach_copy_(tuple(self.params), self.whole(leaves))
+
+
+class Layout:
+    """Which parameters are sampled, and how they are packed: made again whenever they have changed.
+
+    Args:
+        groups: the optimizer's parameter groups, in which parameters come, go and move.
+        label: of a parameter and its group; parameters with equal labels share a leaf.
+        is_live: whether each leaf shall be a parameter's own memory (`Packing`).
+        on_new: called after the packing was replaced, with whether it holds the parameters of the last one, if there was one.
+        held: by the number of a parameter, rows that stay as they are.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        label: Callable[[Parameter, int], Hashable | None],
+        is_live: Callable[[], bool],
+        on_new: Callable[[bool], None],
+        held: HeldRows,
+    ) -> None:
+        self._groups, self._label, self._is_live, self._on_new = groups, label, is_live, on_new
+        self.current: Packing | None = None
+        """The last packing, whether or not it still fits."""
+        self._before: list[Parameter] = []
+        """The parameters of the last packing."""
+        self._owners: list[int] = []
+        self._is_settled = False
+        self.allows_live = True
+        self.held = held
+        self._checked: tuple[float, ...] = ()
+
+    @property
+    def all(self) -> list[Parameter]:
+        """All parameters."""
+        return [p for group in self._groups for p in group["params"]]
+
+    @property
+    def trainable(self) -> list[Parameter]:
+        """Those that are sampled."""
+        return [p for p in self.all if p.requires_grad]
+
+    def packing(self) -> Packing:
+        """The trainable parameters in leaves."""
+        if self._is_settled and self.current is not None:
+            return self.current
+        params, is_live = self.trainable, self.allows_live and self._is_live()
+        if not params:
+            raise ValueError("no parameter requires a gradient: there is nothing to sample.")
+        old, before = self.current, self._before
+        if old is not None and old.is_live == is_live and old.fits(params):
+            return old
+        owners = {p: i for i, group in enumerate(self._groups) for p in group["params"]}
+        numbers = {p: i for i, p in enumerate(self.all)}
+        held = {i: self.held[numbers[p]] for i, p in enumerate(params) if numbers[p] in self.held}
+        new = self.current = Packing(params, [self._label(p, owners[p]) for p in params], held, live=is_live)
+        self._owners = [owners[params[members[0]]] for members in new.members]
+        self._checked, self._before = (), params
+        self._on_new(not before or same(before, params))
+        return new
+
+    def drop(self) -> None:
+        """Make the packing again at the next use."""
+        self.current, self._checked = None, ()
+
+    def hold(self, rows: Mapping[int, frozenset[int]]) -> None:
+        """Hold these rows of parameters, given by their identity."""
+        found = {i: tuple(sorted(rows[id(p)])) for i, p in enumerate(self.all) if id(p) in rows}
+        if self.held | found != self.held:
+            self.held |= found
+            self.drop()
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Nobody touches the parameters inside: they need not be examined again and again."""
+        self.packing()
+        before, self._is_settled = self._is_settled, True
+        try:
+            yield
+        finally:
+            self._is_settled = before
+
+    def options(self, key: str) -> list[Any]:
+        """A hyper-parameter of each leaf."""
+        return [self._groups[i][key] for i in self._owners]
+
+    def name(self, index: int) -> str:
+        """Of a trainable parameter, for messages."""
+        p = self.trainable[index]
+        for group in self._groups:
+            for other, name in zip(group["params"], group.get("param_names", []), strict=False):
+                if other is p:
+                    return f"parameter '{name}'"
+        return f"parameter {index}"
+
+    def check_noise(self, sigmas: list[float], noise_name: str) -> None:
+        """Refuse noise below the spacing of the weights' own numbers, where it would be rounded away.
+
+        Reads the weights (and waits for the device) at the first step and whenever a sigma shrank, not at every step.
+        """
+        if self._checked and all(s >= c for s, c in zip(sigmas, self._checked, strict=True)):
+            return
+        packing = self.packing()
+        for sigma, members in zip(sigmas, packing.members, strict=True):
+            for i in members:
+                p = packing.params[i].detach()
+                largest = float(p.abs().max()) if p.numel() else 0.0
+                if sigma == 0 or largest == 0 or not math.isfinite(largest):
+                    continue
+                ulp = torch.finfo(p.dtype).eps * 2.0 ** math.floor(math.log2(largest))
+                if sigma < ulp:
+                    raise ValueError(
+                        f"`{noise_name}` = {sigma:.3g} is below the spacing {ulp:.3g} of {p.dtype} numbers near the "
+                        f"largest weight {largest:.3g} of {self.name(i)}: the noise would be lost in rounding. Keep the "
+                        f"weights in float32 (and use bfloat16 autocast in the closure), or raise {noise_name}."
+                    )
+        self._checked = tuple(sigmas)
 
 
 def padding_rows(modules: Iterable[nn.Module]) -> dict[int, frozenset[int]]:
@@ -192,5 +306,6 @@ def _others(p: Tensor, rows: Sequence[int]) -> Tensor:
     return free.nonzero().flatten().to(p.device)
 
 
-def _places(params: Sequence[Parameter]) -> list[tuple[int, tuple[int, ...]]]:
-    return [(p.data_ptr(), p.stride()) for p in params]
+def _places(params: Sequence[Parameter]) -> list[tuple[Any, ...]]:
+    """Changes when storage is exchanged under a parameter (`p.data = ...`, `model.cpu().cuda()`)."""
+    return [(p.data_ptr(), p.stride(), p.dtype, p.device) for p in params]

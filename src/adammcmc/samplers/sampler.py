@@ -19,7 +19,6 @@ from adammcmc.kernels.kernel import ChainState, Kernel
 from adammcmc.samplers.adaptation import Change
 from adammcmc.samplers.closure import Closure, expand
 from adammcmc.samplers.layers import Layers
-from adammcmc.samplers.layout import plain
 from adammcmc.samplers.live import LiveNetwork
 from adammcmc.samplers.packing import Packing, RowsToHold, padding_rows
 from adammcmc.samplers.replay import ReplayedChains
@@ -73,13 +72,10 @@ class Sampler(Shell):
     def _kernel(self, packing: Packing) -> Kernel:
         """The kernel with the present hyper-parameters of the groups, for these leaves."""
 
-    @abstractmethod
     def _rescale(self, factor: float) -> None:
         """Make the moves of all groups `factor` times as long."""
-
-    def _version(self) -> Any:
-        """Changes with whatever `_kernel` reads besides the groups, the acceptance test and plain public options."""
-        return None
+        for group in self.param_groups:
+            group["sigma"] *= factor
 
     def _gather(self, packing: Packing, memory: Any) -> Any:
         """The kernel's memory in the layout of these leaves; None makes it start afresh."""
@@ -89,8 +85,8 @@ class Sampler(Shell):
         """A faster way to compute the proposal on these leaves; None if there is none."""
         return None
 
-    def _backend_key(self, packing: Packing) -> tuple[Any, ...]:
-        """The backend is made anew when one of these objects is replaced."""
+    def _parts(self, packing: Packing) -> tuple[Any, ...]:
+        """Kernel and backend are made anew when one of these objects is replaced, or another setting is changed."""
         return (packing,)
 
     def _set_preconditioner(self, packing: Packing, diagonal: Leaves) -> None:
@@ -126,29 +122,23 @@ class Sampler(Shell):
         return self.target.scale
 
     def kernel(self) -> Kernel:
-        """The kernel with the present settings; the same object while they do not change."""
+        """The kernel with the present settings and its backend; the same object while they do not change."""
         packing = self.layout()
+        parts = self._parts(packing)
+        if self._backend is None or not same(self._backend[0], parts):
+            self._backend, self._kernels = (parts, self._new_backend(packing)), []
         settings = [
-            [(key, plain(value)) for key, value in group.items() if key not in _NOT_SETTINGS] for group in self.param_groups
+            [(key, _plain(value)) for key, value in group.items() if key not in _NOT_SETTINGS] for group in self.param_groups
         ]
-        key = [packing, settings, self.acceptance, self._simple_options(), self._version()]
+        key = [settings, self.acceptance, self._simple_options()]
         for known, kernel in self._kernels:
             if known == key:
-                return self._with_backend(packing, kernel)
-        made = self._kernel(packing)
+                return kernel
+        made: Any = self._kernel(packing)
+        if (backend := self._backend[1]) is not None:
+            made = replace(made, backend=backend)
         self._kernels = [*self._kernels[1 - _MOST_KERNELS :], (key, made)]
-        return self._with_backend(packing, made)
-
-    def _with_backend(self, packing: Packing, kernel: Any) -> Kernel:
-        """The same kernel with its backend, as one object for each pair of them."""
-        parts = self._backend_key(packing)
-        if self._backend is None or not same(self._backend[0], parts):
-            self._backend, self._paired = (parts, self._new_backend(packing)), {}
-        if (backend := self._backend[1]) is None:
-            return cast(Kernel, kernel)
-        if id(kernel) not in self._paired:
-            self._paired[id(kernel)] = kernel, replace(kernel, backend=backend)
-        return self._paired[id(kernel)][1]
+        return cast(Kernel, made)
 
     def check_settings(self) -> None:
         if any("initial_lr" in group for group in self.param_groups):
@@ -184,7 +174,7 @@ class Sampler(Shell):
             [(p.data_ptr(), p._version, p.requires_grad) for p in params],
             # what belongs to a parameter, exchanged or written to; `step` is counted by ourselves
             [(id(x), x._version) for p in params for key, x in state[p].items() if key != "step" and isinstance(x, Tensor)],
-            [plain(group[key]) for group in self.param_groups for key in group if key not in _NOT_SETTINGS],
+            [_plain(group[key]) for group in self.param_groups for key in group if key not in _NOT_SETTINGS],
         )
 
     def _simple_options(self) -> list[Any]:
@@ -347,3 +337,10 @@ class Sampler(Shell):
     def gradients_per_step(self) -> int:
         """Backward passes of the loss in one step."""
         return 1
+
+
+def _plain(value: Any) -> Any:
+    """A setting as a number: torch's schedulers write into tensors, whose identity means nothing."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else tuple(value.tolist())
+    return tuple(value) if isinstance(value, list) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import numbers
@@ -12,16 +13,16 @@ from typing import Any, ClassVar, TypedDict, Unpack, cast
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils import _pytree
 
 from adammcmc.acceptance import AcceptanceTest, Minibatch
+from adammcmc.errors import warn
 from adammcmc.kernels.kernel import Kernel
-from adammcmc.samplers import checkpoint
-from adammcmc.samplers.adaptation import Adaptation, BurnIn, check_tunable, target_rate
+from adammcmc.samplers.adaptation import Adaptation, BurnIn, check_tunable
 from adammcmc.samplers.closure import Reference
 from adammcmc.samplers.layers import BatchNormPolicy
-from adammcmc.samplers.layout import Layout
 from adammcmc.samplers.live import LiveNetwork
-from adammcmc.samplers.packing import Packing
+from adammcmc.samplers.packing import HeldRows, Layout, Packing
 from adammcmc.samplers.processes import check_one_process, check_parameters
 from adammcmc.samplers.view import ChainView
 from adammcmc.target.data import Examples
@@ -30,9 +31,10 @@ from adammcmc.target.priors import Prior
 
 __all__ = ["Common", "Params", "Shell"]
 
-_NOT_SETTINGS = frozenset(("params", "param_names"))  # of a parameter group
+_KEY = "adammcmc"  # of our part of a checkpoint: what torch would cast or drop
+_CACHES = ("step", "chains", "network", "parameters", "_kernels", "_backend")
+"""Attributes that are made again; a scheduler wraps `step`."""
 _TORCH_KEYS = {"params", "param_names", "initial_lr", "name"}
-_MOST_KERNELS = 16  # that are kept, by their settings
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -71,6 +73,7 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
     _tunes_lr: ClassVar[bool] = False
     """Whether burn-in finds the learning rate, which is the step size then."""
     _noise_name: ClassVar[str] = "sigma"
+    _needs_prior: ClassVar[bool] = False
     _learns_preconditioner: bool = False
     _not_taken: ClassVar[frozenset[str]] = frozenset()
     """Common arguments that the sampler does not have."""
@@ -82,23 +85,25 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
         if "__init__" not in vars(cls):
             return
         own = inspect.signature(cls.__init__)
-        listed = [p for p in own.parameters.values() if p.name != "self" and p.name != "common"]
+        listed = [p for p in own.parameters.values() if p.name not in ("self", "common")]
         if "common" in own.parameters:
             taken = {p.name for p in listed} | cls._not_taken
             kinds = Common.__annotations__
-            rest = [p for p in listed if p.kind is p.VAR_KEYWORD]
-            listed = [p for p in listed if p.kind is not p.VAR_KEYWORD]
             listed += [
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=kinds[name])
                 for name, value in _DEFAULTS.items()
                 if name not in taken
             ]
-            listed += rest
         cls.__signature__ = own.replace(parameters=listed)  # type: ignore[attr-defined]
 
     def __init__(
         self, params: Params, defaults: dict[str, Any], *, num_data: int, prior: Prior | None, **common: Unpack[Common]
     ) -> None:
+        if prior is None and self._needs_prior:
+            raise ValueError(
+                f"{type(self).__name__} needs a proper `prior`: without one the posterior of a network has no finite mass. "
+                "Gaussian.fan_in(model) is a common choice."
+            )
         for key in common:
             if key not in _DEFAULTS or key in self._not_taken:
                 near = difflib.get_close_matches(key, inspect.signature(type(self)).parameters, n=1)
@@ -114,7 +119,6 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
         """Of a control variate."""
         self._kernels: list[tuple[Any, Kernel]] = []
         self._backend: tuple[tuple[Any, ...], Any] | None = None
-        self._paired: dict[int, tuple[Kernel, Kernel]] = {}
         super().__init__(params, defaults)
         examples, generator = given["examples"], given["generator"]
         if examples is not None and len(examples) != num_data:
@@ -141,8 +145,9 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
     def kernel(self) -> Kernel:
         """The kernel with the present settings."""
 
-    def _new_layout(self) -> Layout:
-        return Layout(self.param_groups, self._label, lambda: self._why_not_fused() is None, self._relayed)
+    def _new_layout(self, held: HeldRows | None = None) -> Layout:
+        """The layout of the present groups, whose list torch replaces when a state is loaded."""
+        return Layout(self.param_groups, self._label, lambda: self._why_not_fused() is None, self._relayed, held or {})
 
     def _relayed(self, are_same: bool) -> None:
         """The parameters were packed anew: in other memory, or others altogether."""
@@ -157,9 +162,9 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
             if self.is_adapting:
                 self.chains.adaptation = self.new_adaptation()
 
-    @abstractmethod
     def _label(self, p: Parameter, group: int) -> Hashable | None:
         """Parameters with equal labels share a leaf (`Packing`)."""
+        return group
 
     def _why_not_fused(self) -> str | None:
         """Why the step is not computed in place on a GPU; None if it is."""
@@ -168,16 +173,6 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
     @property
     def _has_started(self) -> bool:
         return "chains" in vars(self)
-
-    @property
-    def num_steps(self) -> int:
-        """Transitions taken."""
-        return self.chains.num_steps if self._has_started else 0
-
-    @property
-    def is_adapting(self) -> bool:
-        """Whether the settings still change, so that nothing should be collected."""
-        return self._has_started and self.chains.is_adapting
 
     @property
     def _will_adapt(self) -> bool:
@@ -199,7 +194,7 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
             precision = tuple(leaf[0] for leaf in packing.join(full))
         return Adaptation(
             self.burn_in,
-            target=target_rate(self.acceptance, self._target_acceptance),
+            target=self.acceptance.rate_like(self._target_acceptance),
             num_params=sum(packing.sizes),
             tunes_sigma_along=self._tunes_sigma_along,
             precision=precision,
@@ -259,47 +254,83 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
             del self.param_groups[-1]
             raise
 
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
         """torch's state, and under one key of its own the generator and the counters: enough to continue bit for bit."""
-        return checkpoint.save(self, super().state_dict())
+        state = super().state_dict()
+        state[_KEY] = {
+            "sampler": type(self).__name__,
+            "target": str(self.target),
+            "held_rows": {i: list(rows) for i, rows in self.parameters.held.items()},
+            "reference": None if self.reference is None else copy.deepcopy(tuple(self.reference)),
+            "extra": self.extra_state(),
+            **self.chains.state_dict(),
+        }
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this sampler, to continue bit for bit (or, for AdamMCMC, the moments of a torch.optim.Adam)."""
-        if checkpoint.KEY in state_dict:
-            checkpoint.load(self, state_dict)
-        else:
+        if _KEY not in state_dict:
             self._load_foreign(state_dict)
+            return
+        own = state_dict[_KEY]
+        if own["sampler"] != type(self).__name__:
+            raise ValueError(f"this is a state of {own['sampler']}, not of {type(self).__name__}.")
+        if own["generator"].shape != self.generator.get_state().shape:
+            raise ValueError("the state was saved on another kind of device: its random numbers cannot be continued here.")
+        if own["target"] != str(self.target):
+            warn(f"the state is of another target: {own['target']}; this sampler's is {self.target}.")
+        self.parameters.held = {int(i): tuple(rows) for i, rows in own["held_rows"].items()}
+        self.load_torch_state(state_dict)
+        self._keep_dtypes(state_dict)
+        self.load_extra_state(own["extra"])
+        # an adaptation continues as saved, whatever this sampler was given
+        self.burn_in = None if own["adaptation"] is None else BurnIn(**own["adaptation"]["settings"])
+        self.chains.adaptation = self.new_adaptation()
+        if self.chains.adaptation is not None:
+            self.chains.adaptation.is_done = bool(own["adaptation"].get("is_done"))
+        self.chains.load_state_dict(own)
+        reference = _pytree.tree_map_only(Tensor, lambda x: x.to(self.device, copy=True), own["reference"])
+        self.reference = None if reference is None else Reference(*reference)
+
+    def _keep_dtypes(self, state_dict: dict[str, Any]) -> None:
+        """Undo torch's cast of all state to the dtype of its parameter, which would not continue bit for bit."""
+        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for i, p in zip(numbers, self.parameters.all, strict=True):
+            for key, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, Tensor) and self.state[p][key].dtype != value.dtype:
+                    self.state[p][key] = value.to(self.state[p][key].device, copy=True)
 
     def _load_foreign(self, state_dict: dict[str, Any]) -> None:
-        raise ValueError(f"this is not a state of {type(self).__name__}: it has no entry '{checkpoint.KEY}'.")
+        raise ValueError(f"this is not a state of {type(self).__name__}: it has no entry '{_KEY}'.")
 
     def load_torch_state(self, state_dict: dict[str, Any]) -> None:
         """torch's part of a state."""
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != checkpoint.KEY})
-        self.parameters = self._with_groups(self.parameters)
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != _KEY})
+        self.parameters = self._new_layout(self.parameters.held)
         self.chains.here = self.chains.carry = None
         for state in self.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].cpu()  # where reading it costs nothing
 
-    def _with_groups(self, old: Layout) -> Layout:
-        """The layout of the present groups: torch replaces their list when a state is loaded."""
-        layout = self._new_layout()
-        layout.held = old.held
-        return layout
-
     def __getstate__(self) -> dict[str, Any]:
-        return checkpoint.pickled(self)
+        """For copy and pickle: everything but caches; the chain as its state."""
+        state = {key: value for key, value in vars(self).items() if key not in _CACHES and "hooks" not in key}
+        own = {**self.chains.state_dict(), "held_rows": dict(self.parameters.held)}
+        return {**state, "generator": (str(self.device), self.generator.get_state()), _KEY: (own, self.network.examples)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "generator" not in state:  # torch's load_state_dict sets only its own part
             super().__setstate__(state)
             return
-        own, examples = state[checkpoint.KEY]
-        super().__setstate__(checkpoint.unpickled(self, state))
-        self._kernels, self._backend, self._paired = [], None, {}
-        self.parameters = self._new_layout()
-        self.parameters.held = own["held_rows"]
+        own, examples = state[_KEY]
+        device, numbers_to_come = state["generator"]
+        generator = torch.Generator(device)
+        generator.set_state(numbers_to_come)
+        super().__setstate__({**{key: value for key, value in state.items() if key != _KEY}, "generator": generator})
+        self._kernels, self._backend = [], None
+        self.parameters = self._new_layout(own["held_rows"])
         self._start(examples)
         if own["adaptation"] is not None:
             self.chains.adaptation = self.new_adaptation()
