@@ -353,6 +353,8 @@ def test_burn_in_and_health_on_the_device() -> None:
     sampler = Underdamped(model.parameters(), num_data=256, prior=Gaussian(), fixed_data=True)
     while sampler.is_adapting:
         sampler.step(lambda: F.cross_entropy(model(x), y, reduction="none"))
+    for _ in range(2):  # the first steps after burn-in check the settings and lay the weights out anew
+        sampler.step(lambda: F.cross_entropy(model(x), y, reduction="none"))
     with waiting_is_an_error():
         for _ in range(1000):
             sampler.step(lambda: F.cross_entropy(model(x), y, reduction="none"))

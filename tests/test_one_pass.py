@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -247,6 +251,75 @@ def test_a_chain_does_not_depend_on_its_company() -> None:
     torch.testing.assert_close(state.params[0][0], whole.params[0][1])
 
 
+@pytest.mark.parametrize("chains", [1, 3])
+def test_whole_blocks_make_the_same_moves(chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large leaves are passed over in two launches: whole blocks with aligned loads, then the rest."""
+
+    def moved() -> tuple[list[torch.Tensor], list[bool]]:
+        generator = torch.Generator().manual_seed(0)
+        params = tuple(torch.randn(chains, size, generator=generator).to(DEVICE) for size in (2052, 1024, 7))
+        kernel = KERNELS["Adam"]
+        memory = kernel.first_memory(params)
+        copy_ = tuple(torch.zeros_like(x) for x in params)
+        kernel = replace(kernel, backend=one_pass(kernel, params, copy_, memory))
+        kernel.backend.upload(kernel, 300.0, None)
+        state = ChainState(params, memory, None, None, 0, torch.full((chains,), -1, device=DEVICE))
+        for _ in range(2):
+            state, _ = kernel.step(state, Given(), Counters(range(chains), DEVICE))
+        launches = kernel.backend.places.launches
+        return [x.clone() for x in state.params], [launch.is_full for launch in launches]
+
+    masked, launches = moved()
+    assert launches == [False]
+    monkeypatch.setattr(passes, "_SMALL", 0)
+    whole, launches = moved()
+    assert launches == [True, False]
+    assert all(torch.equal(a, b) for a, b in zip(masked, whole, strict=True))
+
+
+_COMPILED = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from adammcmc.backends.adam import _propose
+
+constants = dict(HAS_PRIOR=True, ELEMENTWISE=False, UNIFORM=1, FULL=True, SIZE=1024)
+types = dict(chunks="*i32", num_chunks="i32", num_sums="i32", first="i32", num_leaves="i32")
+types |= dict.fromkeys(("coefficients", "numbers", "sums", "inverse_scales", "settings"), "*fp64")
+names = _propose.arg_names
+source = ASTSource(
+    fn=_propose,
+    signature={name: "constexpr" if name in constants else types.get(name, "*i64") for name in names},
+    constexprs={(names.index(name),): value for name, value in constants.items()},
+    attrs={},
+)
+print(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
+"""
+
+
+def test_whole_blocks_are_read_and_written_16_bytes_at_a_time() -> None:
+    """What is compiled for a GPU: theta, g, m1, m2 are read, and theta, its copy, m1, m2 written, four numbers at once."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", _COMPILED], env=environment, capture_output=True, text=True, check=False)
+    if "ptxas" in done.stderr or "Cannot find" in done.stderr:
+        pytest.skip("Triton has no compiler for CUDA here")
+    assert done.returncode == 0, done.stderr
+    reads, writes = (re.findall(rf"\b{kind}\.global\.v4\.b32", done.stdout) for kind in ("ld", "st"))
+    assert len(reads) >= 4 * 2, "1024 numbers for 128 threads are two reads of four numbers each"
+    assert len(writes) >= 4 * 2
+
+
+@pytest.mark.usefixtures("fused")
+def test_products_of_large_leaves_are_those_of_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, grad = leaves(0), leaves(1)
+    kernel = underdamped(0.1)
+    backend = one_pass(kernel, params, tuple(torch.zeros_like(x) for x in params), None)
+    backend.upload(kernel, 10.0, [0.3, 0.7])
+    small = backend.products(grad, at_copy=False)
+    monkeypatch.setattr(passes, "_LARGE", 1)
+    torch.testing.assert_close(backend.products(grad, at_copy=False), small, rtol=1e-5, atol=1e-4)
+
+
 # --- in a sampler -----------------------------------------------------------------------------------------------------------
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(3)).to(DEVICE)
@@ -348,6 +421,30 @@ def test_an_error_in_the_closure_leaves_the_weights(make) -> None:
         sampler.step(closure)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     sampler.step(closure)
+
+
+@pytest.mark.usefixtures("fused")
+def test_an_error_at_the_proposal_leaves_the_count_and_frozen_chains() -> None:
+    model = network()
+    sampler = adam(model)
+    sampler.step(lambda: losses(model))
+    before = copy.deepcopy(model.state_dict())
+    for factor in (1.0, math.nan):  # a loss that is no number freezes the chain: its weights were not copied anywhere
+        calls = 0
+
+        def closure(factor: float = factor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise RuntimeError("no more data")
+            return losses(model) * factor
+
+        with pytest.raises(RuntimeError, match="no more data"):
+            sampler.step(closure)
+        backend = backend_of(sampler)
+        assert isinstance(backend, OnePassAdam)
+        assert backend._counts.tolist() == [1] * 4 == [int(state["step"]) for state in sampler.state.values()]
+        assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
 @pytest.mark.usefixtures("fused")

@@ -526,6 +526,29 @@ def test_a_longer_run_goes_on_where_the_shorter_ended(tmp_path: Path) -> None:
         run(model, scan, batch_size=32, num_draws=10, path=tmp_path / "run", resume=True)
 
 
+@pytest.mark.parametrize("rates", [(1e-4, 1e-4, 1e-4), (1e-4, 2e-4, 3e-4)], ids=["common", "of each chain"])
+def test_a_loaded_state_is_not_taken_for_the_last_replay(rates: tuple[float, ...]) -> None:
+    """At the same number of steps and with equal settings: a graph would step on the old weights."""
+    model = network()
+
+    def chains() -> StackedChains:
+        samplers = [MALA(model.parameters(), rate, num_data=len(X), prior=Gaussian()) for rate in rates]
+        generator = streams([1, 2, 3], torch.device("cpu"))
+        return stack_chains(samplers[0], model, losses, [setup_of(s, model) for s in samplers], generator)
+
+    def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    ours, other = chains(), chains()
+    for stack in (ours, other):
+        stack.step((X, Y))
+    ours.clock_at = ours.num_steps  # as after a replay
+    before = ours.token()
+    assert before == ours.token()
+    ours.load_state_dict(other.state_dict())
+    assert before != ours.token()
+
+
 def test_adam_is_taken_over_by_every_chain() -> None:
     model = network(dtype=torch.float64)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -198,7 +198,8 @@ def settle(
     if new is not None:
         losses, log_prior = select(info.is_accepted, (new.losses, new.log_prior), (here.losses, here.log_prior))
         cache = Evaluation(losses, log_prior, grad)
-    return ChainState(unflatten(params, structure), memory, cache, carry, state.step + 1, frozen_at), info
+    step = state.step if isinstance(state.step, Tensor) else state.step + 1  # a graph's clock is advanced by its owner
+    return ChainState(unflatten(params, structure), memory, cache, carry, step, frozen_at), info
 
 
 def _report(

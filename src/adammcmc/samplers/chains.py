@@ -246,7 +246,7 @@ class Chains:
 
     def ordinary_step(self, loss: Any, batch: Any) -> Tensor:
         """One transition of every chain, without a graph. Returns the batch's mean loss of each, (chains,)."""
-        with self.on_device():
+        with self.on_device(), self.owner.same_layout():
             self.before_step()
             potential, state, info = self.transition(loss, batch, self.num_steps)
             self.network.commit(potential, state.params, info.is_accepted)
@@ -474,7 +474,8 @@ class Chains:
     def check(self) -> None:
         """Raise `NonFiniteLoss` if a chain froze (on an accelerator perhaps a few steps late), or `ManyProcesses`."""
         check_one_process()
-        if not bool((self.frozen_on_host >= 0).any()):
+        flags = self.frozen_on_host
+        if int(flags if self.num_chains == 1 else flags.max()) < 0:
             return
         chains = (self.frozen_on_host >= 0).nonzero().flatten().tolist()
         step = int(self.frozen_on_host[chains[0]])

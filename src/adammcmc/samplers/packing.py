@@ -86,12 +86,12 @@ class Packing:
     @functools.cached_property
     def current(self) -> Leaves:
         """Memory for the current point, allocated once."""
-        return tuple(p.detach()[None] for p in self.params) if self.is_live else self._lasting()
+        return self._known(tuple(p.detach()[None] for p in self.params) if self.is_live else self.new())
 
     @functools.cached_property
     def proposed(self) -> Leaves:
         """Memory for a second point, allocated on first use."""
-        return self._lasting()
+        return self._known(self.new())
 
     def new(self) -> Leaves:
         """Zeros in this layout."""
@@ -102,9 +102,8 @@ class Packing:
             leaves.append(torch.zeros((1, *shape), dtype=p.dtype, device=p.device))
         return tuple(leaves)
 
-    def _lasting(self) -> Leaves:
+    def _known(self, leaves: Leaves) -> Leaves:
         """Leaves for use at every step: memory that a step allocates and frees is paid for page by page."""
-        leaves = self.new()
         self._views[id(leaves)] = (leaves, self._cut(leaves))
         return leaves
 

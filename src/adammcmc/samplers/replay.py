@@ -57,10 +57,10 @@ class ReplayedChains(Chains):
         kernel = self.kernel()
         self._upload(kernel)
         own = None if kernel.backend is None else kernel.backend.key()
-        key = (self._number(kernel),) if own is None else (own, self._number(kernel.acceptance))
+        key = (self.number(kernel),) if own is None else (own, self.number(kernel.acceptance))
         return key, self.network.layers.graph_key(), self.fixed_data, tuple(self.owner.targets), id(self.generator)
 
-    def _number(self, thing: Any) -> int:
+    def number(self, thing: Any) -> int:
         """A number per object: identities of objects that are gone would be given to others."""
         return self._numbers.setdefault(id(thing), (thing, len(self._numbers)))[1]
 
@@ -100,8 +100,9 @@ class ReplayedChains(Chains):
         with self.network.layers.captured(numbers):
             potential, state, info = self.transition(loss, batch, self._clock)
             known = potential.known if state.here is None else None
-            if known is not None and self.kernel().backend is None:
-                known = (tuple(x.clone() for x in known[0]), known[1])  # before the chains move on
+            if known is not None and self.kernel().backend is None:  # before the chains move on
+                overwritten = set(map(id, tensors_of(before)))
+                known = (tuple(x.clone() if id(x) in overwritten else x for x in known[0]), known[1])
             self.network.commit(potential, state.params, info.is_accepted)
         memory = self.owner.keep(state.memory)
         fresh = memory, state.here, state.carry, state.frozen_at, self.network.graph_state()
@@ -137,6 +138,10 @@ class ReplayedChains(Chains):
             self._set_graph_state(_pytree.tree_map_only(Tensor, lambda _: next(places), state))
         if self._clock is not None and self.clock_at != self.num_steps:
             self._clock.fill_(self.num_steps)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.clock_at = -1  # a graph must be told of everything again, even at the same number of steps
 
     def after_replay(self, body: Body, ring: Ring) -> Tensor:
         """Count the step and watch its health. Returns its mean loss, (chains,)."""

@@ -229,12 +229,10 @@ class Sampler(Shell):
 
     def _transition(self, step: Callable[[], Tensor]) -> Tensor:
         try:
-            with self.parameters.settled():
-                return step()[0]
+            return step()[0]
         except RowsToHold:  # the closure's modules are known now
             self.parameters.hold(self.network.layers.padding)
-            with self.parameters.settled():
-                return step()[0]
+            return step()[0]
 
     def _check_mean(self, loss: Callable[[Any], Tensor], batch: Any) -> None:
         """At the first step: if a batch's loss is the sum of its halves' losses, it is no mean."""

@@ -343,7 +343,7 @@ class StackOwner(Owner):
             self._check_noise()
 
     def token(self) -> Any:
-        return self._kernel
+        return self.chains.number(self._kernel)  # kernels of equal settings may have different backends
 
     def _check_noise(self) -> None:
         """Refuse settings that burn-in made so small that the weights' own numbers lose them (`Layout.check_noise`)."""
