@@ -29,6 +29,13 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "the volume of a microcanonical turn has the wrong dimension",
+        "kernels/microcanonical.py",
+        "gained = (d - 1) * (delta",
+        "gained = d * (delta",
+        "tests/test_microcanonical.py",
+    ),
+    Mutant(
         "random numbers pass under fixed data",
         "samplers/closure.py",
         "exactly=self._layers.seen.draws_numbers",

@@ -40,6 +40,12 @@ EXACT = {
     ),
     "underdamped, three leapfrog steps": lambda h, dim: kernels.underdamped(math.sqrt(2 * h), num_leapfrog=3),
     "hmc": lambda h, dim: kernels.hmc(0.4 * math.sqrt(2 * h), 4),
+    "microcanonical": lambda h, dim: kernels.microcanonical(math.sqrt(2 * h)),
+    "microcanonical, fresh uniform": lambda h, dim: kernels.microcanonical(2 * math.sqrt(2 * h), persistent_uniform=False),
+    "microcanonical, preconditioned": lambda h, dim: kernels.microcanonical(
+        math.sqrt(2 * h), 1.0, preconditioner=torch.linspace(0.5, 1.5, dim).double()
+    ),
+    "microcanonical, new directions": lambda h, dim: kernels.microcanonical(0.7 * math.sqrt(2 * h), math.inf, num_leapfrog=4),
     "exact_adam_mcmc": lambda h, dim: exact_adam(h),
     "exact_adam_mcmc, long memory": lambda h, dim: exact_adam(h, beta=0.9, spread=(1.0, 1.5)),
     "exact_adam_mcmc, narrow momenta": lambda h, dim: exact_adam(h, beta=0.9, spread=(0.5, 0.5)),

@@ -19,7 +19,7 @@ def has_one_pass(kernel: Any) -> bool:
     """Whether there is one for this kernel."""
     if isinstance(kernel, AdamMCMCKernel):
         return isinstance(kernel.direction, Adam)
-    return isinstance(kernel, UnderdampedKernel) and kernel.num_leapfrog == 1 and kernel.acceptance.needs_noise
+    return type(kernel) is UnderdampedKernel and kernel.num_leapfrog == 1 and kernel.acceptance.needs_noise
 
 
 def one_pass(kernel: Any, params: Leaves, copy: Leaves, memory: Any) -> Any:

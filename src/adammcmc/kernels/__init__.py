@@ -9,6 +9,7 @@ from adammcmc.kernels.corrected import CarriedBatch, CorrectedMALAKernel, correc
 from adammcmc.kernels.exact_adam import ExactAdamMCMCKernel, exact_adam_mcmc
 from adammcmc.kernels.hamiltonian import UnderdampedKernel, hmc, underdamped
 from adammcmc.kernels.langevin import MALAKernel, mala
+from adammcmc.kernels.microcanonical import MicrocanonicalKernel, microcanonical
 
 __all__ = [
     "AdamMCMCKernel",
@@ -16,6 +17,7 @@ __all__ = [
     "CorrectedMALAKernel",
     "ExactAdamMCMCKernel",
     "MALAKernel",
+    "MicrocanonicalKernel",
     "UnderdampedKernel",
     "adam_mcmc",
     "as_released",
@@ -23,6 +25,7 @@ __all__ = [
     "exact_adam_mcmc",
     "hmc",
     "mala",
+    "microcanonical",
     "optimizer_mcmc",
     "underdamped",
 ]

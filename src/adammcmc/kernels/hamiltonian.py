@@ -159,7 +159,7 @@ class UnderdampedKernel(Kernel):
         moved = (widen(x) + p * r * fraction for x, p, r in zip(params, momentum, scales, strict=True))
         return tuple(y.to(x.dtype) for y, x in zip(moved, params, strict=True))
 
-    def _leapfrog(self, params: Leaves, here: Evaluation, momentum: Leaves, potential: Potential) -> tuple[Move, Leaves]:
+    def _leapfrog(self, params: Leaves, here: Evaluation, momentum: Leaves, potential: Potential) -> tuple[Move, Any]:
         """All but the last half kick: the proposed point, and the momentum with which it was reached."""
         half_way = self._kick(momentum, here.grad, potential.scale / 2)
         squares = tuple(inner(p, p) for p in half_way)  # of the first kick: whether the chain is healthy where it stands
@@ -169,7 +169,7 @@ class UnderdampedKernel(Kernel):
             proposed = self._drift(proposed, half_way)
         return Move(proposed, squares), half_way
 
-    def _arrive(self, before: Leaves, half_way: Leaves, there: Evaluation, scale: Setting) -> tuple[Tensor, Leaves]:
+    def _arrive(self, before: Leaves, half_way: Any, there: Evaluation, scale: Setting) -> tuple[Tensor, Leaves]:
         """The last half kick: (|p|^2 - |p'|^2) / 2, and p'."""
         after = self._kick(half_way, there.grad, scale / 2)
         gained = [inner(b, b) - inner(a, a) for b, a in zip(before, after, strict=True)]
