@@ -323,6 +323,7 @@ def contenders(p: Problem, initial: Tensor) -> dict[str, tuple[Kernel, Tensor, i
     adam: dict[str, Any] = {"lr": 1e-3, "betas": (0.99, 0.99)}
     underdamped, at_rest = tuned(kernels.underdamped(1e-3))
     assert isinstance(underdamped, kernels.UnderdampedKernel)
+    microcanonical, at_speed = tuned(kernels.microcanonical(1e-3))
     hmc, after_hmc = warm_up(p.log_density, initial, kernels.hmc(1e-3, 10), tune=BurnIn(num_steps=500), progress=False)
     density = Density(p.log_density)
     spread = momentum_spread(
@@ -340,6 +341,8 @@ def contenders(p: Problem, initial: Tensor) -> dict[str, tuple[Kernel, Tensor, i
         "`underdamped`, unadjusted": (replace(underdamped, acceptance=AlwaysAccept()), at_rest, 1),
         "`underdamped`": (underdamped, at_rest, 1),
         "`underdamped`, fresh uniform": (replace(underdamped, persistent_uniform=False), at_rest, 1),
+        "`microcanonical`": (microcanonical, at_speed, 1),
+        "`microcanonical`, unadjusted": (replace(microcanonical, acceptance=AlwaysAccept()), at_speed, 1),
         "`hmc`, 10 leapfrog steps": (hmc, after_hmc, 10),
         "`mala`, preconditioned": (*tuned(kernels.mala(1e-5)), 1),
         "`mala`": (*tuned(kernels.mala(1e-5), learn_preconditioner=False), 1),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,6 +15,7 @@ from adammcmc import (
     ExactAdamMCMC,
     FullData,
     Gaussian,
+    Microcanonical,
     OptimizerMCMC,
     TensorExamples,
     Underdamped,
@@ -51,10 +54,10 @@ def sgd_mcmc(model: nn.Module, **options) -> OptimizerMCMC:  # type: ignore[no-u
     return OptimizerMCMC(model.parameters(), torch.optim.SGD, **(settings | options))
 
 
-def underdamped(model: nn.Module, **options) -> Underdamped:  # type: ignore[no-untyped-def]
+def underdamped(model: nn.Module, kind: type[Underdamped] = Underdamped, **options) -> Underdamped:  # type: ignore[no-untyped-def]
     settings = {"step_size": 3e-2, "num_data": 64, "prior": Gaussian(), "generator": seeded()}
     sigma, _ = options.pop("sigma", None), options.pop("sigma_along", None)  # what its step size is to the other samplers
-    return Underdamped(model.parameters(), **(settings | ({} if sigma is None else {"step_size": 3 * sigma}) | options))
+    return kind(model.parameters(), **(settings | ({} if sigma is None else {"step_size": 3 * sigma}) | options))
 
 
 def exact_adam(model: nn.Module, **options) -> ExactAdamMCMC:  # type: ignore[no-untyped-def]
@@ -72,6 +75,7 @@ DOORS = {
     "MALA": mala,
     "OptimizerMCMC": sgd_mcmc,
     "Underdamped": underdamped,
+    "Microcanonical": partial(underdamped, kind=Microcanonical),
     "ExactAdamMCMC": exact_adam,
     "AsReleased": as_released,
 }

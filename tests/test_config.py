@@ -45,6 +45,7 @@ def test_what_is_left_out_is_as_in_sample() -> None:
 def test_every_sampler_and_test_of_the_library_can_be_named() -> None:
     assert set(named_things("sampler")) == {
         "Underdamped",
+        "Microcanonical",
         "MALA",
         "AdamMCMC",
         "AsReleased",

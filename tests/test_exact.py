@@ -19,6 +19,7 @@ from adammcmc import (
     ExactAdamMCMC,
     FullData,
     Gaussian,
+    Microcanonical,
     StochasticClosure,
     TensorExamples,
     Underdamped,
@@ -102,7 +103,7 @@ def test_a_burn_in_is_resumed_bit_for_bit(make) -> None:  # type: ignore[no-unty
     assert torch.equal(sampler.generator.get_state(), resumed.generator.get_state())
 
 
-@pytest.mark.parametrize("which", ["fixed data", "full data, minibatch gradients", "hmc"])
+@pytest.mark.parametrize("which", ["fixed data", "full data, minibatch gradients", "hmc", "microcanonical"])
 def test_linear_regression_has_its_closed_form(which: str) -> None:
     """A posterior that is Gaussian: mean and covariance within Monte Carlo error, from the optimizer's door."""
     generator = torch.Generator().manual_seed(4)
@@ -125,7 +126,8 @@ def test_linear_regression_has_its_closed_form(which: str) -> None:
     elif which == "hmc":
         sampler = Underdamped([w], 0.03, math.inf, num_leapfrog=5, fixed_data=True, **options)
     else:
-        sampler = Underdamped([w], 0.04, fixed_data=True, **options)
+        kind = Microcanonical if which == "microcanonical" else Underdamped
+        sampler = kind([w], 0.04, fixed_data=True, **options)
     draws = []
     rows = torch.Generator().manual_seed(8)
     for _ in range(6000):

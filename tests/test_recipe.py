@@ -123,6 +123,7 @@ def test_samplers(home: Path) -> None:
 def test_every_sampler_runs(home: Path) -> None:
     settings: dict[str, list[str]] = {
         "Underdamped": ["sampler.step_size=0.01"],
+        "Microcanonical": ["sampler.step_size=0.01"],
         "MALA": ["sampler.step_size=1e-4"],
         "AdamMCMC": ["sampler.sigma=0.01", "sampler.fused=false"],
         "AsReleased": ["sampler.sigma=0.01"],

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from adammcmc.samplers.density import warm_up as warm_up
     from adammcmc.samplers.exact import MALA as MALA
     from adammcmc.samplers.exact import ExactAdamMCMC as ExactAdamMCMC
+    from adammcmc.samplers.exact import Microcanonical as Microcanonical
     from adammcmc.samplers.exact import Underdamped as Underdamped
     from adammcmc.samplers.health import Finding as Finding
     from adammcmc.samplers.health import Health as Health
@@ -108,7 +109,7 @@ _HOMES = {
     "samplers.adaptation": "BurnIn",
     "samplers.corrected": "CorrectedMALA",
     "samplers.density": "sample_density warm_up",
-    "samplers.exact": "MALA ExactAdamMCMC Underdamped",
+    "samplers.exact": "MALA ExactAdamMCMC Microcanonical Underdamped",
     "samplers.health": "Finding Health",
     "samplers.modules": "ClosureReport check_closure",
     "samplers.adam": "AdamMCMC AsReleased OptimizerMCMC",

@@ -13,7 +13,7 @@ from torch import Tensor
 from adammcmc.acceptance import AcceptanceTest
 from adammcmc.kernels.hamiltonian import Momentum, UnderdampedKernel, underdamped
 from adammcmc.kernels.kernel import ChainState
-from adammcmc.kernels.proposal import Move
+from adammcmc.kernels.proposal import Move, deviations
 from adammcmc.target.leaves import Leaves, Setting, Settings, by_chain, flatten, inner, widen
 from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
@@ -51,7 +51,7 @@ class MicrocanonicalKernel(UnderdampedKernel):
     def _turn(self, momentum: Leaves, grad: Leaves | None, scale: Setting) -> tuple[Leaves, Tensor, Tensor]:
         """The map B of `microcanonical`: the turned momentum, K (the energy it has gained), and the squared force."""
         assert grad is not None
-        pairs = zip(grad, self._scales(momentum), strict=True)
+        pairs = zip(grad, deviations(self.step_size, self.preconditioner, momentum), strict=True)
         force = tuple(-widen(g) * r * by_chain(scale, g) for g, r in pairs)  # in whitened units, times the step
         d = _dimension(momentum)
         square = _inner(force, force)

@@ -1,4 +1,4 @@
-"""The exact kernels as torch optimizers: `Underdamped` (recommended), `MALA`, and `ExactAdamMCMC`, the chain of Theorem 1.
+"""The exact kernels as torch optimizers: `Underdamped` (recommended), `Microcanonical`, `MALA`, `ExactAdamMCMC` (Theorem 1).
 
 sampler = Underdamped(model.parameters(), num_data=len(inputs), prior=Gaussian.fan_in(model), fixed_data=True)
 while sampler.is_adapting:
@@ -8,7 +8,7 @@ while sampler.is_adapting:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -27,7 +27,7 @@ from adammcmc.target.leaves import Leaves, widen
 from adammcmc.target.potential import Evaluation
 from adammcmc.target.priors import Prior
 
-__all__ = ["MALA", "ExactAdamMCMC", "Underdamped"]
+__all__ = ["MALA", "ExactAdamMCMC", "Microcanonical", "Underdamped"]
 
 
 class _Preconditioned(Sampler):
@@ -126,6 +126,7 @@ class Underdamped(_Preconditioned):
     """
 
     _target_acceptance = kernels.UnderdampedKernel.target_acceptance
+    _dynamics: ClassVar[Callable[..., Kernel]] = staticmethod(kernels.underdamped)
     _first_step_size = 1e-3
     _noise_name = "step_size * A^1/2"
 
@@ -152,7 +153,7 @@ class Underdamped(_Preconditioned):
         return self.num_leapfrog + (0 if self.fixed_data else 1)
 
     def _kernel(self, packing: Packing) -> Kernel:
-        return kernels.underdamped(
+        return self._dynamics(
             [float(lr) for lr in self._options("lr")],
             self.friction,
             num_leapfrog=self.num_leapfrog,
@@ -184,6 +185,30 @@ class Underdamped(_Preconditioned):
 
     def _new_backend(self, packing: Packing) -> Any:
         return one_pass(self._kernel(packing), packing.current, packing.proposed, None) if packing.is_live else None
+
+
+class Microcanonical(Underdamped):
+    r"""Microcanonical Langevin dynamics as an optimizer: a velocity of constant length, which forces and noise turn. **Exact**
+    under the conditions of `Underdamped`, whose arguments, cost and burn-in it has.
+
+        u: a direction, |u| = 1, refreshed by noise;  a half turn towards -A^1/2 g(theta),  tau = theta + h sqrt(P) A^1/2 u,
+        a half turn towards -A^1/2 g(tau);  accept with min(1, exp(U(theta) - U(tau) - K)), otherwise reverse u
+
+    See `adammcmc.kernels.microcanonical` for the turns and K. U mixes several times faster than under `Underdamped`, whose
+    energy changes by the refresh alone. With `AlwaysAccept()` it is the unadjusted sampler, approximate, whose speed does not
+    depend on the slope: it leaves steep places without heating up.
+    """
+
+    _target_acceptance = kernels.MicrocanonicalKernel.target_acceptance
+    _dynamics = staticmethod(kernels.microcanonical)
+
+    def _kernel(self, packing: Packing) -> Kernel:
+        if sum(packing.sizes) < 2:
+            raise ValueError("microcanonical dynamics needs at least two weights: on a line, a force cannot turn anything.")
+        return super()._kernel(packing)
+
+    def _why_not_fused(self) -> str | None:
+        return "there is no fused step for it"
 
 
 class MALA(_Preconditioned):
