@@ -30,8 +30,8 @@ import triton
 from torch import Tensor, nn
 
 from adammcmc import MALA, AdamMCMC, ChainState, Gaussian, Info, Underdamped, kernels
-from adammcmc.backends.adam import OnePassAdam
 from adammcmc.backends.streams import streams
+from adammcmc.backends.triton_adam import OnePassAdam
 from adammcmc.jets import JetData, ParticleNet, ParticleNetLite, bundled, read_jets
 from adammcmc.kernels.direction import AdamMemory
 from adammcmc.samplers.stacked import StackedChains, setup_of

@@ -22,8 +22,8 @@ from torch import Tensor
 from adammcmc.jets import Jets, read_jets
 from adammcmc.jets.data import KINDS
 from adammcmc.jets.figures import COLOURS, LABELS, draw
+from adammcmc.jets.metrics import Measured, auc
 from adammcmc.jets.observables import OBSERVABLES, observables
-from adammcmc.jets.tagging import Measured, auc
 
 
 def telling_apart(real: Jets, made: Jets, seed: int = 0) -> Measured:

@@ -4,9 +4,9 @@
 
 Targets: an isotropic Gaussian in 100 dimensions; a Gaussian in 50 with curvatures from 1 to 10,000; Bayesian logistic
 regression on the breast cancer data (31 weights, N(0, 1) prior). Each kernel adapts its scale (and its preconditioner, where it
-says so) over 3,000 steps from near zero, is frozen, and runs; the chain of Theorem 1 starts where the underdamped one ended, because
-its momentum spread is measured there. IAT is the integrated autocorrelation time of U in steps; the second number is the
-effective number of draws per 1,000 gradients of the slowest coordinate. Below 1 it is an upper bound: the run was too short.
+says so) over 3,000 steps from near zero, is frozen, and runs; the chain of Theorem 1 starts where the underdamped one ended,
+because its momentum spread is measured there. IAT is the integrated autocorrelation time of U in steps; the second number is
+the effective number of draws per 1,000 gradients of the slowest coordinate. Below 1 it is an upper bound: the run was short.
 """
 
 from __future__ import annotations

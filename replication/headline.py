@@ -29,7 +29,7 @@ from adammcmc.jets.observables import OBSERVABLES, observables
 from adammcmc.kernels.kernel import Info, Kernel
 from adammcmc.posterior import uncertainty
 from adammcmc.samplers.adaptation import momentum_spread
-from adammcmc.samplers.density import sample_density
+from adammcmc.samplers.functional import sample_density
 from adammcmc.target.data import derive_seed
 from adammcmc.target.density import Density
 from replication.drawing import COLOURS, LABELS, MARKERS, canvas, legend, points

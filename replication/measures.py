@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adammcmc.jets.data import KINDS, Jets
-from adammcmc.jets.tagging import accuracy, auc, groups, mean_by_pt
+from adammcmc.jets.metrics import accuracy, auc, groups, mean_by_pt
 from adammcmc.posterior import uncertainty
 from adammcmc.posterior.calibration import auroc, brier, ece, nll, reliability
 

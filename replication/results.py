@@ -16,7 +16,7 @@ from typing import Any
 
 import adammcmc
 from adammcmc.errors import warn
-from adammcmc.posterior.store.whole import whole, write_whole
+from adammcmc.posterior.store.atomic import whole, write_whole
 from replication.measures import rounded
 from replication.sets import read_sets
 from replication.settings import Preset

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from adammcmc.target.units import from_paper
+from adammcmc.target.paper_units import from_paper
 from replication.drawing import LABELS, canvas, legend, log_ticks, points
 from replication.fig1 import WIDE
 from replication.rows import VERSIONS, exact_settings, lean, rows, version

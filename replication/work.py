@@ -18,7 +18,7 @@ import torch
 
 import adammcmc
 from adammcmc.errors import warn
-from adammcmc.posterior.store.whole import clear, write_whole
+from adammcmc.posterior.store.atomic import clear, write_whole
 from adammcmc.samplers.progress import show_bar
 from replication.measures import rounded
 from replication.sets import JetSets, read_sets

@@ -72,7 +72,7 @@ MUTANTS = [
     ),
     Mutant(
         "sign of the log ratio (test)",
-        "acceptance/comparison.py",
+        "acceptance/protocol.py",
         "return self.log_q_ratio() - self.potential.compare(self.here, self.there())",
         "return self.log_q_ratio() + self.potential.compare(self.here, self.there())",
         "tests/test_kernels.py tests/test_acceptance.py",
@@ -289,7 +289,7 @@ MUTANTS = [
     ),
     Mutant(
         "the index not synced before the checkpoint",
-        "posterior/store/whole.py",
+        "posterior/store/atomic.py",
         "                os.fsync(index.fileno())  # before the checkpoint that counts on it\n",
         "",
         "tests/test_damage.py",
@@ -303,7 +303,7 @@ MUTANTS = [
     ),
     Mutant(
         "a link followed in the place of a file",
-        "posterior/store/whole.py",
+        "posterior/store/atomic.py",
         'for _flag in ("O_NOFOLLOW", "O_NONBLOCK",',
         'for _flag in ("O_NONBLOCK",',
         "tests/test_hostile.py",
@@ -418,7 +418,7 @@ MUTANTS = [
         "posterior/calibration.py",
         "variance = _variance_of_mean(of_ones) + _variance_of_mean(of_zeros)",
         "variance = _variance_of_mean(of_ones)",
-        "tests/jets/test_tagging.py",
+        "tests/jets/test_metrics.py",
     ),
     Mutant(
         "a training that forgets its random numbers",
@@ -457,21 +457,21 @@ MUTANTS = [
     ),
     Mutant(
         "the drift of one pass in the wrong direction",
-        "backends/adam.py",
+        "backends/triton_adam.py",
         "shift = along * u",
         "shift = -along * u",
         "tests/test_one_pass.py",
     ),
     Mutant(
         "the released noise without its part in the ratio, in one pass",
-        "backends/adam.py",
+        "backends/triton_adam.py",
         "cross += tl.sum(wide_u * wide_u * zeta.to(tl.float64)) * sigma_along * whiten * whiten",
         "cross += 0.0 * tl.sum(wide_u * wide_u * zeta.to(tl.float64))",
         "tests/test_one_pass.py",
     ),
     Mutant(
         "the influence of the loss is lost for tests on other examples",
-        "samplers/sums.py",
+        "samplers/running_sums.py",
         "change = torch.where(change.isnan(), infos.log_q_ratio - infos.log_ratio, change)",
         "change = torch.where(change.isnan(), 0.0, change)",
         "tests/test_health.py",
@@ -527,7 +527,7 @@ MUTANTS = [
     ),
     Mutant(
         "noise of a batch as if drawn with replacement",
-        "acceptance/comparison.py",
+        "acceptance/protocol.py",
         "1 - size * self.potential.inverse_temperature / self.potential.scale",
         "1.0",
         "tests/test_acceptance.py",
@@ -618,14 +618,14 @@ MUTANTS = [
     ),
     Mutant(
         "a refused proposal left in place by one pass",
-        "backends/passes.py",
+        "backends/triton_passes.py",
         "    last = tl.where(accepted, 0, num_chunks)\n",
         "    last = tl.where(accepted, 0, 0 * num_chunks)\n",
         "tests/test_one_pass.py",
     ),
     Mutant(
         "the velocity is not turned by a refusal in one pass",
-        "backends/underdamped.py",
+        "backends/triton_underdamped.py",
         "tl.where(accepted, after, -p)",
         "tl.where(accepted, after, p)",
         "tests/test_one_pass.py",
@@ -702,7 +702,7 @@ MUTANTS = [
     ),
     Mutant(
         "what the control variate knows not added again",
-        "acceptance/comparison.py",
+        "acceptance/protocol.py",
         "return known - self.inverse_temperature() * control.total(self.params, self.proposed)",
         "return known",
         "tests/test_control.py tests/test_data_density.py",
@@ -716,17 +716,17 @@ MUTANTS = [
     ),
     Mutant(
         "one order of examples for all chains",
-        "target/keyed.py",
+        "target/keyed_random.py",
         "x = key[:, None] + place",
         "x = key[:1, None].expand(len(key), 1) + place",
-        "tests/test_keyed.py tests/test_subsample.py",
+        "tests/test_keyed_random.py tests/test_subsample.py",
     ),
     Mutant(
         "examples drawn with replacement",
-        "target/keyed.py",
+        "target/keyed_random.py",
         "rank = torch.where(is_new & (rank < count), rank, count)",
         "rank = torch.arange(num).expand_as(rank).clamp_max(count)",
-        "tests/test_keyed.py",
+        "tests/test_keyed_random.py",
     ),
     Mutant(
         "the gradient of a particle lost on its own edges",
@@ -737,7 +737,7 @@ MUTANTS = [
     ),
     Mutant(
         "the decision in one launch forgets the prior",
-        "backends/passes.py",
+        "backends/triton_passes.py",
         "log_ratio = log_q - (scale * mean - (prior_there - prior_here))",
         "log_ratio = log_q - scale * mean",
         "tests/test_one_pass.py",

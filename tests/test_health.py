@@ -29,7 +29,7 @@ from adammcmc import (
 )
 from adammcmc.samplers.diagnostics import ess_bulk
 from adammcmc.samplers.health import _effective_draws, beta_eff, read_health
-from adammcmc.samplers.sums import RunningSums
+from adammcmc.samplers.running_sums import RunningSums
 from tests.doors import X, Y, network, seeded
 
 

@@ -21,9 +21,9 @@ from torch import nn
 
 import adammcmc
 from adammcmc import StoreCorrupt, StoreMismatch, check_run
+from adammcmc.posterior.store.atomic import write_parts
 from adammcmc.posterior.store.encoding import encode, safetensors_parts
 from adammcmc.posterior.store.records import line_of, manifest_text
-from adammcmc.posterior.store.whole import write_parts
 from tests import damage
 
 SECRET = b"precious\n"

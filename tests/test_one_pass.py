@@ -21,15 +21,15 @@ from scipy import stats
 
 from adammcmc import AdamMCMC, AsReleased, BurnIn, FullData, Prior, Sampler, TensorExamples, Underdamped, UniformBox
 from adammcmc.acceptance import AlwaysAccept, Minibatch
-from adammcmc.backends import passes
-from adammcmc.backends.adam import OnePassAdam
+from adammcmc.backends import triton_passes
 from adammcmc.backends.one_pass import has_one_pass, one_pass
 from adammcmc.backends.streams import Counters
-from adammcmc.backends.underdamped import OnePassUnderdamped
+from adammcmc.backends.triton_adam import OnePassAdam
+from adammcmc.backends.triton_underdamped import OnePassUnderdamped
 from adammcmc.kernels import adam_mcmc, as_released, hmc, mala, underdamped
 from adammcmc.kernels.kernel import ChainState, Info
 from adammcmc.samplers import sampler as shell
-from adammcmc.samplers.sums import RunningSums
+from adammcmc.samplers.running_sums import RunningSums
 from adammcmc.target import Evaluation, Gaussian
 from adammcmc.target.leaves import standard_normal
 from adammcmc.target.potential import potential_difference
@@ -231,7 +231,7 @@ def test_the_noise_is_philox_and_normal() -> None:
 @pytest.mark.parametrize("block", [256, 2048])
 def test_the_noise_does_not_depend_on_the_launch(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before, _ = run(replace(KERNELS["Adam"], backend=_Marker()), Given(), 1, {})
-    for module in ("passes", "adam"):
+    for module in ("triton_passes", "triton_adam"):
         monkeypatch.setattr(f"adammcmc.backends.{module}.BLOCK", block)
     after, _ = run(replace(KERNELS["Adam"], backend=_Marker()), Given(), 1, {})
     assert torch.equal(before.params[0], after.params[0])
@@ -271,7 +271,7 @@ def test_whole_blocks_make_the_same_moves(chains: int, monkeypatch: pytest.Monke
 
     masked, launches = moved()
     assert launches == [False]
-    monkeypatch.setattr(passes, "_SMALL", 0)
+    monkeypatch.setattr(triton_passes, "_SMALL", 0)
     whole, launches = moved()
     assert launches == [True, False]
     assert all(torch.equal(a, b) for a, b in zip(masked, whole, strict=True))
@@ -281,7 +281,7 @@ _COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from adammcmc.backends.adam import _propose
+from adammcmc.backends.triton_adam import _propose
 
 constants = dict(HAS_PRIOR=True, ELEMENTWISE=False, UNIFORM=1, FULL=True, SIZE=1024)
 types = dict(chunks="*i32", num_chunks="i32", num_sums="i32", first="i32", num_leaves="i32")
@@ -316,7 +316,7 @@ def test_products_of_large_leaves_are_those_of_small_ones(monkeypatch: pytest.Mo
     backend = one_pass(kernel, params, tuple(torch.zeros_like(x) for x in params), None)
     backend.upload(kernel, 10.0, [0.3, 0.7])
     small = backend.products(grad, at_copy=False)
-    monkeypatch.setattr(passes, "_LARGE", 1)
+    monkeypatch.setattr(triton_passes, "_LARGE", 1)
     torch.testing.assert_close(backend.products(grad, at_copy=False), small, rtol=1e-5, atol=1e-4)
 
 
@@ -615,6 +615,6 @@ def test_losses_of_another_shape_are_refused() -> None:
 
 def test_blocks_are_divided_among_programs() -> None:
     """Every block of every leaf is in exactly one launch."""
-    places = passes.Places(leaves(0), leaves(1))
+    places = triton_passes.Places(leaves(0), leaves(1))
     blocks = [tuple(pair) for launch in places.launches for pair in launch.chunks.tolist()]
     assert sorted(blocks) == [(0, 0), (0, 1), (1, 0)]

@@ -39,7 +39,7 @@ from adammcmc.acceptance.growing import student_quantile
 from adammcmc.acceptance.subsample import estimate, look_sizes
 from adammcmc.errors import PerExampleLossRequired
 from adammcmc.kernels import adam_mcmc
-from adammcmc.samplers.density import sample_density
+from adammcmc.samplers.functional import sample_density
 from adammcmc.target.control import ControlVariate
 from adammcmc.target.data_density import DataDensity
 from adammcmc.target.leaves import Leaves

@@ -57,12 +57,12 @@ if TYPE_CHECKING:
     from adammcmc.samplers.adam import OptimizerMCMC as OptimizerMCMC
     from adammcmc.samplers.adaptation import BurnIn as BurnIn
     from adammcmc.samplers.corrected import CorrectedMALA as CorrectedMALA
-    from adammcmc.samplers.density import sample_density as sample_density
-    from adammcmc.samplers.density import warm_up as warm_up
     from adammcmc.samplers.exact import MALA as MALA
     from adammcmc.samplers.exact import ExactAdamMCMC as ExactAdamMCMC
     from adammcmc.samplers.exact import Microcanonical as Microcanonical
     from adammcmc.samplers.exact import Underdamped as Underdamped
+    from adammcmc.samplers.functional import sample_density as sample_density
+    from adammcmc.samplers.functional import warm_up as warm_up
     from adammcmc.samplers.health import Finding as Finding
     from adammcmc.samplers.health import Health as Health
     from adammcmc.samplers.modules import ClosureReport as ClosureReport
@@ -77,12 +77,12 @@ if TYPE_CHECKING:
     from adammcmc.target.density import Density as Density
     from adammcmc.target.likelihood import GaussianNLL as GaussianNLL
     from adammcmc.target.likelihood import Likelihood as Likelihood
+    from adammcmc.target.paper_units import from_paper as from_paper
     from adammcmc.target.potential import Target as Target
     from adammcmc.target.priors import Gaussian as Gaussian
     from adammcmc.target.priors import Prior as Prior
     from adammcmc.target.priors import UniformBall as UniformBall
     from adammcmc.target.priors import UniformBox as UniformBox
-    from adammcmc.target.units import from_paper as from_paper
 
 __version__ = "0.1.0"
 

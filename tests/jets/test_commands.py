@@ -18,9 +18,9 @@ from typer.testing import CliRunner, Result
 from adammcmc.cli.commands import app
 from adammcmc.cli.options import options_of
 from adammcmc.jets import bundled, read_jets, write_jets
+from adammcmc.jets.metrics import Measured, accuracy, read_scores
 from adammcmc.jets.settings import Sampling, Training
 from adammcmc.jets.tagger import Tagger
-from adammcmc.jets.tagging import Measured, accuracy, read_scores
 
 # so short a chain says that it has not arrived
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from adammcmc import Posterior
 from adammcmc.jets import Jets, bundled, cloud_of, read_jets
+from adammcmc.jets.metrics import accuracy
 from adammcmc.jets.tagger import Tagger, Training
-from adammcmc.jets.tagging import accuracy
 from adammcmc.posterior.store import encoding
 from adammcmc.posterior.store.encoding import encode
 

@@ -2,9 +2,9 @@
 
 from adammcmc.acceptance.barker import Barker
 from adammcmc.acceptance.bounds import Bound, ClampedLoss, DerivativeBound, last_layer_bound, logistic_bound
-from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
 from adammcmc.acceptance.growing import Confidence, Sequential
 from adammcmc.acceptance.metropolis import AlwaysAccept, FullData, Minibatch, Penalty, beta_eff, effective_beta
+from adammcmc.acceptance.protocol import AcceptanceTest, Comparison, Verdict
 from adammcmc.acceptance.tuna import Tuna
 
 __all__ = [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
+from adammcmc.acceptance.protocol import AcceptanceTest, Comparison, Verdict
 from adammcmc.acceptance.subsample import Sample, check_batches, estimate
 from adammcmc.target.leaves import is_finite
 from adammcmc.target.randomness import Randomness, normal, uniform

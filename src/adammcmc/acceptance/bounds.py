@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance.comparison import Comparison
+from adammcmc.acceptance.protocol import Comparison
 from adammcmc.target.leaves import Leaves, inner
 
 __all__ = ["Bound", "ClampedLoss", "DerivativeBound", "Table", "Tables", "last_layer_bound", "logistic_bound"]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from adammcmc.acceptance.bounds import Bound, Tables
-from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
 from adammcmc.acceptance.metropolis import decisive, metropolis
+from adammcmc.acceptance.protocol import AcceptanceTest, Comparison, Verdict
 from adammcmc.acceptance.subsample import Sample, check_batches, estimate
 from adammcmc.target.randomness import Randomness
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
+from adammcmc.acceptance.protocol import AcceptanceTest, Comparison, Verdict
 from adammcmc.acceptance.subsample import Estimate, check_batches, estimate, on_batch
 from adammcmc.errors import PerExampleLossRequired
 from adammcmc.target.leaves import is_finite

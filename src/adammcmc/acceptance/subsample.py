@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adammcmc.acceptance.comparison import Comparison
-from adammcmc.target.keyed import keys, order
+from adammcmc.acceptance.protocol import Comparison
+from adammcmc.target.keyed_random import keys, order
 from adammcmc.target.leaves import is_finite
 from adammcmc.target.randomness import Randomness
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from adammcmc.acceptance.bounds import Bound, Table, Tables
-from adammcmc.acceptance.comparison import AcceptanceTest, Comparison, Verdict
 from adammcmc.acceptance.metropolis import decisive, metropolis
+from adammcmc.acceptance.protocol import AcceptanceTest, Comparison, Verdict
 from adammcmc.acceptance.subsample import Estimate, full_data, on_batch
 from adammcmc.errors import warn
-from adammcmc.target.keyed import keys, numbers, poisson
+from adammcmc.target.keyed_random import keys, numbers, poisson
 from adammcmc.target.leaves import is_finite
 from adammcmc.target.randomness import Randomness
 from adammcmc.target.sums import sums

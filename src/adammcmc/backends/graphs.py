@@ -155,7 +155,7 @@ class Ring:
         self._losses = list(self.rows[:, 0].unbind())
         self._record_step: Callable[..., None] | None = None
         if why_no_triton(device) is None:  # without Triton: a few more launches
-            from adammcmc.backends.records import record_step
+            from adammcmc.backends.triton_records import record_step
 
             self._record_step = record_step
 

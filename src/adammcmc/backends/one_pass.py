@@ -9,7 +9,7 @@ import torch
 from adammcmc.kernels.adam import AdamMCMCKernel
 from adammcmc.kernels.direction import Adam
 from adammcmc.kernels.hamiltonian import UnderdampedKernel
-from adammcmc.kernels.proposal import Elementwise
+from adammcmc.kernels.proposal import Elementwise, Prolate
 from adammcmc.target.leaves import Leaves
 
 __all__ = ["has_one_pass", "one_pass"]
@@ -17,8 +17,8 @@ __all__ = ["has_one_pass", "one_pass"]
 
 def has_one_pass(kernel: Any) -> bool:
     """Whether there is one for this kernel."""
-    if isinstance(kernel, AdamMCMCKernel):
-        return isinstance(kernel.direction, Adam)
+    if isinstance(kernel, AdamMCMCKernel):  # of these very types: a subclass may draw other noise
+        return type(kernel.direction) is Adam and type(kernel.proposal) in (Prolate, Elementwise)
     return type(kernel) is UnderdampedKernel and kernel.num_leapfrog == 1 and kernel.acceptance.needs_noise
 
 
@@ -32,9 +32,9 @@ def one_pass(kernel: Any, params: Leaves, copy: Leaves, memory: Any) -> Any:
         memory: of Adam's moments, which are overwritten from now on; not used by other kernels.
     """
     if isinstance(kernel, AdamMCMCKernel):
-        from adammcmc.backends.adam import OnePassAdam
+        from adammcmc.backends.triton_adam import OnePassAdam
 
         return OnePassAdam(params, copy, memory, elementwise=isinstance(kernel.proposal, Elementwise))
-    from adammcmc.backends.underdamped import OnePassUnderdamped
+    from adammcmc.backends.triton_underdamped import OnePassUnderdamped
 
     return OnePassUnderdamped(params, copy, tuple(torch.zeros_like(x) for x in params), kernel.preconditioner)

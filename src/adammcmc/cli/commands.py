@@ -17,7 +17,7 @@ import typer
 import adammcmc
 from adammcmc.cli.jets import app as jets_app
 from adammcmc.cli.parameters import check_output, option, stopping
-from adammcmc.posterior.store.whole import write_whole
+from adammcmc.posterior.store.atomic import write_whole
 from adammcmc.samplers.terminal import say
 
 if TYPE_CHECKING:

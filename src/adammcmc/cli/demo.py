@@ -10,8 +10,8 @@ from typing import Any
 from adammcmc.jets.data import Jets
 from adammcmc.jets.figures import LABELS, draw, panel_groups, panel_information, panel_roc
 from adammcmc.jets.files import bundled, read_jets
+from adammcmc.jets.metrics import Band, compare_kinds, evaluate, scores_of
 from adammcmc.jets.tagger import Tagger, Training
-from adammcmc.jets.tagging import Band, compare_kinds, evaluate, scores_of
 from adammcmc.posterior.predictive import Prediction
 
 __all__ = ["run_demo"]

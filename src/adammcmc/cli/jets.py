@@ -10,7 +10,7 @@ import typer
 
 from adammcmc.cli.parameters import option, options_from, settings_from, stopping
 from adammcmc.jets.settings import Precision, Sampling, Training
-from adammcmc.posterior.store.whole import write_whole
+from adammcmc.posterior.store.atomic import write_whole
 from adammcmc.samplers.terminal import say
 
 if TYPE_CHECKING:
@@ -100,9 +100,9 @@ def train(
     With --resume, the same command continues after the last complete epoch; more --epochs raise the learning rate again.
     """
     settings: Training = settings_from(Training, given)
+    from adammcmc.jets.metrics import accuracy, auc
     from adammcmc.jets.selection import Selection
     from adammcmc.jets.tagger import Tagger, best_device
-    from adammcmc.jets.tagging import accuracy, auc
 
     if run.exists() and not run.is_dir():
         raise typer.BadParameter(f"'{run}' is a file: --run must be a folder.")
@@ -184,9 +184,9 @@ def evaluate(
     """
     from adammcmc.jets.figures import draw_others, draw_tagging
     from adammcmc.jets.files import read_jets
+    from adammcmc.jets.metrics import accuracy, as_json, auc, compare_kinds, evaluate, write_scores
     from adammcmc.jets.selection import Selection
     from adammcmc.jets.tagger import Tagger
-    from adammcmc.jets.tagging import accuracy, as_json, auc, compare_kinds, evaluate, write_scores
 
     tagger = Tagger.load(run, device=device, precision=precision)
     if not (run / _DRAWS).is_dir():

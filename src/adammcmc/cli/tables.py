@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adammcmc.posterior.calibration import ClassScores, score
 from adammcmc.posterior.predictive import Prediction
-from adammcmc.posterior.store.whole import whole
+from adammcmc.posterior.store.atomic import whole
 
 __all__ = ["prediction_table", "summary_line", "write_prediction"]
 

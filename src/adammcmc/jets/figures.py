@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from adammcmc.jets.data import KINDS, Jets
-from adammcmc.jets.tagging import evaluate, groups, mean_by_pt, roc, scores_of
+from adammcmc.jets.metrics import evaluate, groups, mean_by_pt, roc, scores_of
 from adammcmc.posterior.predictive import Prediction
-from adammcmc.posterior.store.whole import whole
+from adammcmc.posterior.store.atomic import whole
 
 __all__ = ["draw", "draw_others", "draw_tagging", "panel_groups", "panel_information", "panel_roc"]
 

@@ -26,7 +26,7 @@ import torch
 from adammcmc.jets.data import KINDS, Jets, jets_from_p4
 from adammcmc.jets.hdf5 import TableError, open_table
 from adammcmc.posterior.store.archives import check_fits, read_npz
-from adammcmc.posterior.store.whole import whole
+from adammcmc.posterior.store.atomic import whole
 
 __all__ = ["FORMATS", "Format", "JetFileError", "bundled", "jet_files", "read_jets", "stream_jets", "write_jets"]
 

@@ -24,7 +24,7 @@ import numpy as np
 from adammcmc.jets.data import Jets, kind_number
 from adammcmc.jets.events import PROCEDURE, Events, Settings, jets_of_events
 from adammcmc.jets.files import JetFileError, read_jets, write_jets
-from adammcmc.posterior.store.whole import write_whole
+from adammcmc.posterior.store.atomic import write_whole
 from adammcmc.samplers.progress import show_bar
 from adammcmc.target.data import derive_seed
 

@@ -110,8 +110,8 @@ def microcanonical(
         B:  e = -A^1/2 g / |A^1/2 g|,  delta = h sqrt(d) |A^1/2 g| / (d - 1),  zeta = exp(-delta),   g = grad U, h = step_size
             u <- normalise(e (1 - zeta) (1 + zeta + e.u (1 - zeta)) + 2 zeta u)
             K <- K + (d - 1) [delta - log 2 + log(1 + e.u + (1 - e.u) zeta^2)]
-        A:  theta <- theta + h sqrt(d) A^1/2 u
-        a step: O, B/2, A, B/2 (or `num_leapfrog` times the last three);   Y = U(theta) - U(tau) - K
+        A:  tau = theta + h sqrt(d) A^1/2 u
+        a step: O, B/2, A, B/2 (or `num_leapfrog` times the last three, from tau on);   Y = U(theta) - U(tau) - K
         accept: (tau, u');  reject: (theta, -u)
 
     Target: p ~ exp(-U), **exactly**, as `underdamped` (K is the logarithm of the volume that B contracts; arXiv 2503.01707 for

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adammcmc.posterior.checkpoints import chain_states
+from adammcmc.posterior.chain_records import chain_records
 from adammcmc.posterior.store.folder import Record
 from adammcmc.posterior.summary import ONE_START, Series, Summary, layers_of, least, of_moving, probe_layers, summarize
 from adammcmc.samplers.diagnostics import ess_bulk
@@ -81,7 +81,7 @@ class Diagnosis:
     def __init__(self, posterior: Posterior) -> None:
         self._posterior, self._manifest = posterior, posterior.store.manifest
         self._chains, self._made = posterior.chain_numbers, posterior.made
-        self._states = chain_states(posterior.store, self._chains)
+        self._states = chain_records(posterior.store, self._chains)
         self._scanned = list(self._manifest["configuration"].get("scan", {}))
         """Settings that differ between the chains of a scan, which then have targets of their own."""
 

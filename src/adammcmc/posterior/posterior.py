@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adammcmc.errors import StoreMismatch
 from adammcmc.posterior.calibration import ClassScores, ValueScores, score
-from adammcmc.posterior.checkpoints import chain_settings, chain_states
+from adammcmc.posterior.chain_records import chain_records, chain_settings
 from adammcmc.posterior.diagnosis import Compared, Diagnosis, by_chain, compare
 from adammcmc.posterior.export import save_run, to_arviz
 from adammcmc.posterior.moments import Moments
@@ -136,7 +136,7 @@ class Posterior:
             for draw in self:
                 moments.add(draw)
             return moments
-        for state in chain_states(self.store, self._chains).values():
+        for state in chain_records(self.store, self._chains).values():
             if state.moments is not None:
                 moments.merge(Moments(state.moments))
         return moments

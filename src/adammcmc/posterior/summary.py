@@ -16,15 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from adammcmc.posterior.columns import AGREEMENT
 from adammcmc.posterior.store.encoding import strict_json
 from adammcmc.samplers.diagnostics import ess_bulk, ess_tail, mcse_mean, rhat, rhat_by_chance
 from adammcmc.samplers.health import GRAVITY, Finding, Grade, Health, grade_of
 from adammcmc.target.data import derive_seed
 
-__all__ = [
-    "AGREEMENT", "KEY_NUMBERS", "ONE_START", "SELF_TESTS", "Row", "Series", "Summary", "layers_of", "least", "of_moving",
-    "probe_layers", "summarize",
-]  # fmt: skip
+__all__ = ["ONE_START", "Row", "Series", "Summary", "layers_of", "least", "of_moving", "probe_layers", "summarize"]
 
 _MIXED, _NEARLY_MIXED, _APART, _FAR_APART = 1.01, 1.05, 1.1, 1.5
 _FEW_DRAWS = 20.0  # per chain: with fewer, R-hat varies widely even for chains that agree
@@ -165,54 +163,6 @@ class Summary:
         known = ", ".join(words for words, number in costs.items() if not math.isnan(number))
         lines = [f"{self.grade}: {self.verdict}.", f"target: {self.target}", known, *_table(self.rows)]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-
-# --- the columns of the tables in summaries and reports: headings, and plain text of the cells. Add one here. ----------
-
-
-def _number(value: float, form: str) -> str:
-    return "-" if math.isnan(value) else format(value, form)
-
-
-def _mean_acceptance(summary: Summary) -> float:
-    known = [h.acceptance for h in summary.health if not math.isnan(h.acceptance)]
-    return sum(known) / len(known) if known else math.nan
-
-
-KEY_NUMBERS: dict[str, Callable[[Summary], str]] = {
-    "chains": lambda s: f"{s.num_chains:,}",
-    "draws per chain": lambda s: f"{s.num_draws:,}",
-    "effective draws": lambda s: _number(s.ess, ",.0f"),
-    "largest R-hat": lambda s: _number(s.rhat, ".3f"),
-    "acceptance": lambda s: _number(_mean_acceptance(s), ".2f"),
-    "seconds": lambda s: _number(s.seconds, ",.0f"),
-    "effective draws per second": lambda s: _number(s.ess_per_second, ".3g"),
-    "effective draws per 1,000 gradients": lambda s: _number(1000 * s.ess_per_gradient, ".3g"),
-}
-"""The cost of the run and its result."""
-
-AGREEMENT: dict[str, Callable[[Row], str]] = {
-    "": lambda row: row.name if row.count == 1 else f"{row.name} (worst of {row.count})",
-    "mean": lambda row: "-" if math.isnan(row.mean) else f"{row.mean:.4g} +- {row.mean_error:.1g}",
-    "R-hat": lambda row: _number(row.rhat, ".3f"),
-    "bulk ESS": lambda row: _number(row.ess_bulk, ",.0f"),
-    "tail ESS": lambda row: _number(row.ess_tail, ",.0f"),
-    "verdict": lambda row: row.verdict,
-}
-"""Whether the chains agree, one row for each quantity."""
-
-SELF_TESTS: dict[str, Callable[[Health], str]] = {
-    "steps": lambda h: f"{h.num_steps:,}",
-    "acceptance": lambda h: _number(h.acceptance, ".3f"),
-    "2 P(Y > 0)": lambda h: _number(h.twice_rises, ".3f"),
-    "temperature": lambda h: _number(h.temperature, ".3g"),
-    "loss influence": lambda h: _number(h.loss_influence, ".3g"),
-    "noise of Y": lambda h: _number(h.noise, ".3g"),
-    "beta_eff": lambda h: _number(h.beta_eff, ".2f"),
-    "effective draws of U": lambda h: _number(h.effective_draws, ".0f"),
-    "verdict": lambda h: h.verdict,
-}
-"""The self-tests, one row for each chain."""
 
 
 def _table(rows: Sequence[Row]) -> list[str]:

@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from adammcmc.errors import StoreCorrupt, StoreMismatch
 from adammcmc.posterior.moments import Moments
 from adammcmc.posterior.store.folder import Record, Store
-from adammcmc.runs.callbacks import Event, OwnNumbers, callback_states, load_callback_states
+from adammcmc.runs.callbacks import Event, OwnNumbers
+from adammcmc.runs.checkpoint import load_state, state_of
 from adammcmc.runs.interrupts import Interrupt
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.chains import Chains
@@ -83,9 +84,9 @@ class Loop:
         self.numbers = range(key or 0, (key or 0) + self.chains.num_chains)  # of the chains in the run
         self.burned_in_at: int | None = None  # the step at which burn-in ended; None during burn-in
         self.num_draws = 0  # of each chain so far
-        self._burn_in = self._planned_burn_in()
-        self._moments = None if self.plan.keep == "draws" else [Moments() for _ in self.numbers]
-        self._sums: list[dict[str, float]] = [{} for _ in self.numbers]  # of health, at the last draw
+        self.burn_in = self._planned_burn_in()
+        self.moments = None if self.plan.keep == "draws" else [Moments() for _ in self.numbers]
+        self.sums: list[dict[str, float]] = [{} for _ in self.numbers]  # of health, at the last draw
         self._draw_began = self._saved_at = 0.0
 
     def _planned_burn_in(self) -> int | None:
@@ -146,7 +147,7 @@ class Loop:
             store.write_manifest()
         if self._ends_burn_in():
             self.burned_in_at = chains.num_steps
-            self._sums = [{} for _ in self.numbers]
+            self.sums = [{} for _ in self.numbers]
             chains.reset_health()
             self._draw_began = time.perf_counter()
         elif self.burned_in_at is not None and (chains.num_steps - self.burned_in_at) % self.plan.gap == 0:
@@ -155,7 +156,7 @@ class Loop:
             self._save(store)
 
     def _ends_burn_in(self) -> bool:
-        is_over = not self.chains.is_adapting and self.chains.num_steps >= (self._burn_in or 0)
+        is_over = not self.chains.is_adapting and self.chains.num_steps >= (self.burn_in or 0)
         return self.burned_in_at is None and is_over
 
     def _draw(self, store: Store) -> None:
@@ -171,21 +172,21 @@ class Loop:
         tensors = self.engine.draws()
         for record, values in zip(records, self.session.probed(tensors), strict=False):
             record["probe"] = values
-        if self._moments is not None:
+        if self.moments is not None:
             host = {name: x.cpu() for name, x in tensors.items()}
-            for i, moments in enumerate(self._moments):
+            for i, moments in enumerate(self.moments):
                 moments.add({name: x[i] for name, x in host.items()})
         self.num_draws += 1
-        self._sums = sums
+        self.sums = sums
         is_saved = store.is_durable or self.num_draws == self.plan.num_draws
-        store.commit(records, tensors, self.state() if is_saved else None)
+        store.commit(records, tensors, state_of(self) if is_saved else None)
         self._saved_at = time.monotonic()
         self._notify("on_draw", records)
 
     def _record(self, i: int, numbers: Sequence[float], sums: dict[str, float], seconds: float) -> Record:
         """A draw's line in the index."""
         loss, log_prior, is_accepted = numbers
-        since = {key: value - self._sums[i].get(key, 0.0) for key, value in sums.items()}
+        since = {key: value - self.sums[i].get(key, 0.0) for key, value in sums.items()}
         return {
             "draw": self.num_draws,
             "chain": self.numbers[i],
@@ -215,7 +216,7 @@ class Loop:
 
     def _num_steps(self) -> int | None:
         """Of the whole run; None while the length of burn-in is unknown."""
-        start = self._burn_in if self.burned_in_at is None else self.burned_in_at
+        start = self.burn_in if self.burned_in_at is None else self.burned_in_at
         return None if start is None else start + self.plan.num_draws * self.plan.gap
 
     def _status(self) -> str:
@@ -228,54 +229,15 @@ class Loop:
 
     def _save(self, store: Store) -> None:
         store.flush()
-        store.save(self.key, self.state())
+        store.save(self.key, state_of(self))
         self._saved_at = time.monotonic()
 
     def _restore(self, store: Store) -> None:
         if (saved := store.restore(self.key, self.numbers)) is None:
             raise StoreMismatch(f"{self.name} has no checkpoint.")
         try:
-            self.load(saved)
+            load_state(self, saved)
         except (KeyError, IndexError, TypeError, AttributeError) as error:  # intact, but not written by this version
             raise StoreCorrupt(
                 f"the checkpoint of {self.name} is not one of this run ({type(error).__name__}: {error})."
             ) from error
-
-    def state(self) -> dict[str, Any]:
-        """Everything that is needed to resume bit for bit."""
-        device = self.session.device
-        return {
-            "sampler": self.engine.state_dict(),
-            "scheduler": None if self.scheduler is None else _plain_state(self.scheduler),
-            "data": self.session.data.state_dict(),
-            "random": torch.get_rng_state(),
-            "random_cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-            "burn_in": self._burn_in,
-            "burned_in_at": self.burned_in_at,
-            "num_draws": self.num_draws,
-            "sums": self._sums,
-            "moments": None if self._moments is None else [moments.state_dict() for moments in self._moments],
-            "health": self.chains.health_state(),
-            "callbacks": callback_states(self.plan.callbacks, self.numbers),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
-        device = self.session.device
-        self.engine.load_state_dict(state["sampler"])
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        if state["data"]:
-            self.session.data.load_state_dict(state["data"])
-        torch.set_rng_state(state["random"])
-        if state["random_cuda"] is not None and device.type == "cuda":
-            torch.cuda.set_rng_state(state["random_cuda"], device)
-        self._burn_in, self.burned_in_at, self.num_draws = state["burn_in"], state["burned_in_at"], state["num_draws"]
-        self._sums = [dict(sums) for sums in state["sums"]]
-        self._moments = None if state["moments"] is None else [Moments(moments) for moments in state["moments"]]
-        load_callback_states(self.plan.callbacks, self.numbers, state.get("callbacks", []))
-
-
-def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Without functions, such as those of LambdaLR."""
-    return {key: value for key, value in scheduler.state_dict().items() if not callable(value)}

@@ -24,6 +24,7 @@ from adammcmc.posterior.store.archives import check_fits, check_space, format_by
 from adammcmc.posterior.store.encoding import stored_dtype
 from adammcmc.posterior.store.folder import FolderStore, MemoryStore, Store, read_manifest
 from adammcmc.posterior.store.records import MANIFEST
+from adammcmc.runs.checkpoint import state_of
 from adammcmc.runs.factory import as_factory, build, finds_settings, given_options, innermost, scanned
 from adammcmc.runs.interrupts import deferred_interrupt
 from adammcmc.runs.loop import Loop, OneChain
@@ -237,7 +238,7 @@ class Session:
             if isinstance(error, SystemExit):  # Python does not print its notes
                 _logger.warning("; ".join(error.__notes__))
             if not store.is_durable:
-                store.save(loop.key, loop.state())
+                store.save(loop.key, state_of(loop))
 
     # --- the store ----------------------------------------------------------------------------------------------
 
@@ -269,7 +270,7 @@ class Session:
             store.manifest |= {key: manifest[key] for key in ("config",) if key in manifest}
         else:
             for key in self.keys:
-                store.save(key, self.new_loop(key).state())
+                store.save(key, state_of(self.new_loop(key)))
         store.write_manifest()  # last: from now on the folder holds a run
 
 

@@ -4,9 +4,9 @@ A step evaluates the loss where the chains stand (`Network`), calls the pure ker
 
     potential = network.potential(loss, batch);  state, info = kernel.step(state, potential, generator);  network.commit(...)
 
-The same code serves one chain over the live parameters of a model (`Sampler`, by `live.LiveNetwork`) and many chains in one
-evaluation (`stacked.StackedNetwork`). Freezing, warm-up, health, the resolution of U and checkpoints are here; CUDA graphs in
-`replay`.
+The same code serves one chain over the live parameters of a model (`Sampler`, by `one_chain.LiveNetwork`) and many chains in
+one evaluation (`stacked.StackedNetwork`). Freezing, warm-up, health, the resolution of U and checkpoints are here; CUDA graphs
+in `replay`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from adammcmc.samplers.health import Health, read_health
 from adammcmc.samplers.layers import GraphNumbers, Layers
 from adammcmc.samplers.packing import Packing
 from adammcmc.samplers.processes import check_one_process
-from adammcmc.samplers.sums import Row, RunningSums
+from adammcmc.samplers.running_sums import Row, RunningSums
 from adammcmc.target.control import Control
 from adammcmc.target.data import Examples
 from adammcmc.target.leaves import Leaves, Setting, by_chain

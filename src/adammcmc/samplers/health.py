@@ -32,7 +32,7 @@ from torch import Tensor
 
 from adammcmc.acceptance import beta_eff
 from adammcmc.samplers.diagnostics import ess_bulk
-from adammcmc.samplers.sums import BLOCK, PENDING, SERIES, RunningSums
+from adammcmc.samplers.running_sums import BLOCK, PENDING, SERIES, RunningSums
 
 __all__ = ["GRAVITY", "PENDING", "Finding", "Grade", "Health", "beta_eff", "grade_of", "read_health"]
 

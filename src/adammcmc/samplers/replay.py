@@ -14,7 +14,7 @@ from adammcmc.backends.graphs import Body, Captured, Ring, tensors_of
 from adammcmc.samplers.adaptation import Adaptation
 from adammcmc.samplers.chains import Chains, Network, Owner
 from adammcmc.samplers.layers import GraphNumbers
-from adammcmc.samplers.sums import PENDING
+from adammcmc.samplers.running_sums import PENDING
 from adammcmc.target.leaves import same
 
 __all__ = ["ReplayedChains"]

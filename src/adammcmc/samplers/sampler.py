@@ -19,10 +19,10 @@ from adammcmc.kernels.kernel import ChainState, Kernel
 from adammcmc.samplers.adaptation import Change
 from adammcmc.samplers.closure import Closure, expand
 from adammcmc.samplers.layers import Layers
-from adammcmc.samplers.live import LiveNetwork
+from adammcmc.samplers.one_chain import LiveNetwork
 from adammcmc.samplers.packing import Packing, RowsToHold, padding_rows
 from adammcmc.samplers.replay import ReplayedChains
-from adammcmc.samplers.shell import Common, Params, Shell
+from adammcmc.samplers.torch_optimizer import Common, Params, Shell
 from adammcmc.target.data import Examples
 from adammcmc.target.leaves import Leaves, same
 from adammcmc.target.likelihood import grows as loss_grows

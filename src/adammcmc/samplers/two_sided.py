@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from adammcmc.kernels.kernel import Kernel
-from adammcmc.samplers.density import sample_density
+from adammcmc.samplers.functional import sample_density
 from adammcmc.target.leaves import flatten
 
 __all__ = ["TwoSided", "two_sided"]

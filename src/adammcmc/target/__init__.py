@@ -1,9 +1,9 @@
 """Defines what is sampled: losses, priors, temperature, the potential U, and the data it is computed on."""
 
 from adammcmc.target.density import Density
+from adammcmc.target.paper_units import PaperSettings, from_paper
 from adammcmc.target.potential import Evaluation, Potential, Target, potential_difference
 from adammcmc.target.priors import Gaussian, Prior, UniformBall, UniformBox
-from adammcmc.target.units import PaperSettings, from_paper
 
 __all__ = [
     "Density",

@@ -12,7 +12,7 @@ from torch.func import vmap
 
 from adammcmc.errors import PerExampleLossRequired
 from adammcmc.target.control import Control, ControlVariate, Taylor
-from adammcmc.target.keyed import keys, order
+from adammcmc.target.keyed_random import keys, order
 from adammcmc.target.leaves import Leaves, flatten, unflatten
 from adammcmc.target.potential import Evaluation, potential_difference
 from adammcmc.target.priors import Prior

@@ -1,4 +1,4 @@
-"""The page of a report: the verdict first, then a section for each question. `summary.py` has the columns."""
+"""The page of a report: the verdict first, then a section for each question. The columns are in `posterior/columns.py`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from adammcmc.posterior.calibration import ClassScores, ValueScores, plural, score, uncertainties
+from adammcmc.posterior.columns import AGREEMENT, KEY_NUMBERS, SELF_TESTS
 from adammcmc.posterior.diagnosis import Diagnosis, by_chain
 from adammcmc.posterior.report.figures import FIGURES, THEME, Array, Drawing, figure
-from adammcmc.posterior.store.whole import write_whole
-from adammcmc.posterior.summary import AGREEMENT, KEY_NUMBERS, SELF_TESTS
+from adammcmc.posterior.store.atomic import write_whole
 from adammcmc.target.data import Data
 
 if TYPE_CHECKING:

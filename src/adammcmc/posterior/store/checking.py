@@ -11,10 +11,10 @@ from pathlib import Path
 from safetensors import safe_open
 
 from adammcmc.errors import StoreCorrupt, StoreMismatch
-from adammcmc.posterior.store.checkpoint import Checkpoints
+from adammcmc.posterior.store.atomic import checksum, set_aside
+from adammcmc.posterior.store.checkpoint_files import Checkpoints
 from adammcmc.posterior.store.folder import FolderStore
 from adammcmc.posterior.store.records import Lines, Record, check_record, draw_name, load_json, read_good_lines
-from adammcmc.posterior.store.whole import checksum, set_aside
 
 __all__ = ["Check", "check_run"]
 

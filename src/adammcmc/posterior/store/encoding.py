@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils import _pytree
 
-from adammcmc.posterior.store.whole import checksum, whole, write_parts
+from adammcmc.posterior.store.atomic import checksum, whole, write_parts
 
 __all__ = [
     "HostCopies", "Tensors", "can_store", "decode", "encode", "plain_json", "read_state", "safetensors_parts", "stored_dtype",

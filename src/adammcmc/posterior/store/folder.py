@@ -34,13 +34,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from adammcmc.errors import StoreCorrupt, StoreMismatch, warn
-from adammcmc.posterior.store import whole
+from adammcmc.posterior.store import atomic
+from adammcmc.posterior.store.atomic import checksum, make_folder
 from adammcmc.posterior.store.base import MemoryStore, Record, Store
-from adammcmc.posterior.store.checkpoint import CHECKPOINT, PREVIOUS, Checkpoints
+from adammcmc.posterior.store.checkpoint_files import CHECKPOINT, PREVIOUS, Checkpoints
 from adammcmc.posterior.store.encoding import HostCopies, Tensors, safetensors_parts, strict_json
 from adammcmc.posterior.store.lock import LOCK, Lock
 from adammcmc.posterior.store.records import MANIFEST, Lines, draw_name, line_of, manifest_text, read_lines, read_manifest
-from adammcmc.posterior.store.whole import checksum, make_folder
 
 __all__ = ["FolderStore", "MemoryStore", "Record", "Store", "read_manifest"]
 
@@ -95,7 +95,7 @@ class FolderStore(Store):
         super().__init__(manifest)
         chains = self._chain_folders()
         for folder in (self.path, *chains.values()):
-            whole.remove_leftovers(folder)
+            atomic.remove_leftovers(folder)
             for name in (CHECKPOINT, PREVIOUS):  # perhaps of another run: this one must never fall back on them
                 (folder / name).unlink(missing_ok=True)
         for folder in chains.values():
@@ -103,7 +103,7 @@ class FolderStore(Store):
                 folder.rmdir()
 
     def write_manifest(self) -> None:
-        whole.replace_file(self.path / MANIFEST, [manifest_text(self.manifest)])
+        atomic.replace_file(self.path / MANIFEST, [manifest_text(self.manifest)])
 
     def flush(self) -> None:
         pending, self._pending = self._pending, None
@@ -131,9 +131,9 @@ class FolderStore(Store):
             text = json.dumps({key: value for key, value in record.items() if key != "seconds"}, allow_nan=False)
             metadata = {"record": text} if self.is_sealed else None
             parts = safetensors_parts(tensors, metadata, dtype=self.manifest["dtype"], is_sealed=self.is_sealed)
-            size, crc = whole.replace_file(folder / draw_name(draw), parts)
+            size, crc = atomic.replace_file(folder / draw_name(draw), parts)
             record = {**record, "file": draw_name(draw), "bytes": size, "crc32": crc}
-        whole.append_line(folder / _INDEX, line_of(record, is_sealed=self.is_sealed))
+        atomic.append_line(folder / _INDEX, line_of(record, is_sealed=self.is_sealed))
         self._index.setdefault(chain, []).append(record)
 
     def commit(self, records: Sequence[Record], tensors: Tensors, state: dict[str, Any] | None) -> None:
@@ -271,13 +271,13 @@ class FolderStore(Store):
     def write_index(self, chain: int, records: list[Record]) -> None:
         """Replace the index of a chain."""
         lines = [line_of(record, is_sealed=self.is_sealed) for record in records]
-        whole.replace_file(self._folder(chain) / _INDEX, lines)
+        atomic.replace_file(self._folder(chain) / _INDEX, lines)
         self._index[chain] = records
 
     def read_chain(self, chain: int) -> Lines:
         """The index of a chain as it is on disk, up to its first bad line."""
         file = self.path / f"chain-{chain}" / _INDEX
-        with whole.plain_files_only():
+        with atomic.plain_files_only():
             return read_lines(file, chain, is_sealed=self.is_sealed, has_files=self.manifest["keep"] != "moments")
 
     def _read_index(self, writes: bool) -> None:
@@ -319,7 +319,7 @@ class FolderStore(Store):
         if not writes:
             return
         for folder in (self.path, *folders.values()):
-            whole.remove_leftovers(folder)
+            atomic.remove_leftovers(folder)
         for chain, lines in found.items():
             index = folders[chain] / _INDEX
             # a file with two names also belongs to another folder (a copy made of hard links): do not write to it
@@ -352,14 +352,14 @@ class FolderStore(Store):
             folder = self.path / f"chain-{chain}"
             if not os.path.lexists(folder):
                 make_folder(folder)
-            self._folders[chain] = whole.checked_folder(folder)
+            self._folders[chain] = atomic.checked_folder(folder)
         return self._folders[chain]
 
     def _chain_folders(self) -> dict[int, Path]:
         """The existing folders of chains, by number."""
         names = sorted(entry.name for entry in os.scandir(self.path))
         chains = {int(match[1]): self.path / match[0] for name in names if (match := re.fullmatch(r"chain-(0|[1-9]\d*)", name))}
-        return {chain: whole.checked_folder(folder) for chain, folder in sorted(chains.items())}
+        return {chain: atomic.checked_folder(folder) for chain, folder in sorted(chains.items())}
 
     def _file(self, record: Record) -> Path:
         return self.path / f"chain-{record['chain']}" / draw_name(record["draw"])

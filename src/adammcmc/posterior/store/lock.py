@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adammcmc.errors import StoreLocked
-from adammcmc.posterior.store.whole import open_plain, plain_files_only
+from adammcmc.posterior.store.atomic import open_plain, plain_files_only
 
 __all__ = ["LOCK", "Lock"]
 

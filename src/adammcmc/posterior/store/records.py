@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from adammcmc.errors import StoreCorrupt, StoreMismatch
+from adammcmc.posterior.store.atomic import NotPlain, open_plain
 from adammcmc.posterior.store.encoding import can_store
-from adammcmc.posterior.store.whole import NotPlain, open_plain
 
 __all__ = [
     "FORMAT", "MANIFEST", "Lines", "Record", "check_record", "draw_name", "line_of", "load_json",

@@ -1,4 +1,4 @@
-"""What the checkpoints of a run hold about its chains: health, moments and tuned settings."""
+"""What is read back from the checkpoints of a run about its chains: health, moments and tuned settings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from adammcmc.errors import StoreCorrupt
 from adammcmc.posterior.store.folder import Store
 from adammcmc.samplers.health import Health, read_health
 from adammcmc.samplers.packing import Packing, padding_rows
-from adammcmc.samplers.sums import RunningSums
+from adammcmc.samplers.running_sums import RunningSums
 
-__all__ = ["ChainState", "chain_settings", "chain_states"]
+__all__ = ["ChainRecord", "chain_records", "chain_settings"]
 
 
-class ChainState(NamedTuple):
+class ChainRecord(NamedTuple):
     """The part of a checkpoint that describes the past of one chain."""
 
     number: int
@@ -37,15 +37,15 @@ class ChainState(NamedTuple):
         return read_health(self.sums, self.number, **self.context)
 
 
-def chain_states(store: Store, chains: Sequence[int]) -> dict[int, ChainState]:
+def chain_records(store: Store, chains: Sequence[int]) -> dict[int, ChainRecord]:
     """By chain; a chain without a checkpoint is missing. Chains that ran as one stack share a checkpoint."""
     try:
-        return _read_states(store, chains)
+        return _read_records(store, chains)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise StoreCorrupt(f"a checkpoint does not belong to this run ({type(error).__name__}: {error}).") from error
 
 
-def _read_states(store: Store, chains: Sequence[int]) -> dict[int, ChainState]:
+def _read_records(store: Store, chains: Sequence[int]) -> dict[int, ChainRecord]:
     if (whole := store.saved(None)) is not None:
         number = whole["sampler"]["num_chains"]
         if number != store.manifest["configuration"]["num_chains"]:
@@ -60,12 +60,12 @@ def _read_states(store: Store, chains: Sequence[int]) -> dict[int, ChainState]:
     }
 
 
-def _of_checkpoint(state: dict[str, Any], health: dict[str, Any] | None, num_chains: int) -> list[ChainState]:
+def _of_checkpoint(state: dict[str, Any], health: dict[str, Any] | None, num_chains: int) -> list[ChainRecord]:
     about, moments = state["health"], state["moments"] or [None] * num_chains
     sums = RunningSums(torch.device("cpu"), about["layers"], about["sizes"], num_chains)
     if health is not None:
         sums.load_state_dict(health)
-    return [ChainState(c, sums, about["context"], moments[c]) for c in range(num_chains)]
+    return [ChainRecord(c, sums, about["context"], moments[c]) for c in range(num_chains)]
 
 
 def chain_settings(store: Store, chain: int, model: nn.Module) -> dict[str, Any]:

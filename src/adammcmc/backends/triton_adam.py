@@ -20,8 +20,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adammcmc.backends.passes import BLOCK, WARPS, InPlaceMove, Keys, Places, by_leaf_and_chain, contiguous, is_same, total
 from adammcmc.backends.philox import normal_block, wide_uniform
+from adammcmc.backends.triton_passes import (
+    BLOCK,
+    WARPS,
+    InPlaceMove,
+    Keys,
+    Places,
+    by_leaf_and_chain,
+    contiguous,
+    is_same,
+    total,
+)
 from adammcmc.kernels.direction import AdamMemory
 from adammcmc.kernels.proposal import Move
 from adammcmc.target.leaves import Leaves, Setting, spread, spread_settings

@@ -21,7 +21,7 @@ from adammcmc.kernels.kernel import Kernel
 from adammcmc.samplers.adaptation import Adaptation, BurnIn, check_tunable
 from adammcmc.samplers.closure import Reference
 from adammcmc.samplers.layers import BatchNormPolicy
-from adammcmc.samplers.live import LiveNetwork
+from adammcmc.samplers.one_chain import LiveNetwork
 from adammcmc.samplers.packing import HeldRows, Layout, Packing
 from adammcmc.samplers.processes import check_one_process, check_parameters
 from adammcmc.samplers.view import ChainView

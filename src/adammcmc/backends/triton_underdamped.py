@@ -17,8 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adammcmc.backends.passes import BLOCK, WARPS, InPlaceMove, Keys, Places, by_leaf_and_chain, contiguous, is_same, total
 from adammcmc.backends.philox import normal_block
+from adammcmc.backends.triton_passes import (
+    BLOCK,
+    WARPS,
+    InPlaceMove,
+    Keys,
+    Places,
+    by_leaf_and_chain,
+    contiguous,
+    is_same,
+    total,
+)
 from adammcmc.kernels.proposal import Move
 from adammcmc.target.leaves import Leaves, Setting, spread_settings
 from adammcmc.target.potential import Evaluation

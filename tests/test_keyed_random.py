@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from scipy import stats
 
-from adammcmc.target.keyed import keys, numbers, order, poisson
+from adammcmc.target.keyed_random import keys, numbers, order, poisson
 from adammcmc.target.randomness import Generators
 
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from adammcmc.errors import StoreCorrupt
+from adammcmc.posterior.store.atomic import keep_as, open_plain, replace_file, set_aside, sync_folder
 from adammcmc.posterior.store.encoding import encode, read_state, safetensors_parts
-from adammcmc.posterior.store.whole import keep_as, open_plain, replace_file, set_aside, sync_folder
 
 __all__ = ["CHECKPOINT", "PREVIOUS", "Checkpoints"]
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from adammcmc.jets.data import KINDS, Jets, kind_number
 from adammcmc.posterior.calibration import Measured, auroc
 from adammcmc.posterior.predictive import Prediction
+from adammcmc.posterior.store.atomic import whole
 from adammcmc.posterior.store.encoding import strict_json
-from adammcmc.posterior.store.whole import whole
 from adammcmc.posterior.uncertainty import quantile_of_sorted
 
 __all__ = [

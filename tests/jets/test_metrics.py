@@ -20,7 +20,7 @@ from torch import Tensor
 from adammcmc import Likelihood
 from adammcmc.jets import KINDS, Jets, bundled, read_jets
 from adammcmc.jets.figures import EDGES, draw_others, draw_tagging
-from adammcmc.jets.tagging import (
+from adammcmc.jets.metrics import (
     Measured,
     accuracy,
     as_json,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from adammcmc.posterior.store.whole import clear, whole, write_whole
+from adammcmc.posterior.store.atomic import clear, whole, write_whole
 
 
 def test_what_fails_on_the_way_changes_nothing(tmp_path: Path) -> None:
