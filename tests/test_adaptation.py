@@ -149,7 +149,7 @@ def test_nothing_is_collected_while_it_adapts() -> None:
     sampler = underdamped(model, fixed_data=True, step_size=None)
     sampler.step(closure(model))
     assert sampler.is_adapting
-    with pytest.raises(RuntimeError, match="still adapts its settings"):
+    with pytest.raises(RuntimeError, match="is still adapting its settings"):
         sampler.draw(model)
     assert "not draws yet" in str(sampler.health())
     with pytest.raises(ValueError, match="would still change the kernel while draws are kept"):

@@ -165,6 +165,10 @@ def test_a_checkpoint_that_is_missing_or_behind_is_named(how: str, runs: dict[st
             previous.unlink()
         assert not adammcmc.check_run(tmp_path / "run").is_sound
     posterior = adammcmc.Posterior.open(tmp_path / "run", nn.Linear(3, 2))
-    words = {"missing": "is missing. The previous one", "behind": "is of draw 3 of 4", "both missing": "moments are unknown"}
+    words = {
+        "missing": "is missing. The previous one",
+        "behind": "dates from draw 3 of 4",
+        "both missing": "moments are unknown",
+    }
     with pytest.warns(UserWarning, match=words[how]):
         posterior.health()

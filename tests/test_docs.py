@@ -176,7 +176,7 @@ def test_the_bundled_jets_are_those_of_the_page(name: str) -> None:
 
 
 def test_the_page_on_acceptance_tests(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    functional, in_a_loop, in_sample = blocks("docs/acceptance.md")
+    functional, in_a_loop, in_sample, _ = blocks("docs/acceptance.md")  # the last: test_subsample.py
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3000, 3, generator=generator).double()
     mode = torch.tensor([1.0, -0.5, 0.2]).double()

@@ -678,9 +678,9 @@ def test_by_default_it_then_runs_one_after_the_other_and_warns_once(name: str, m
         warnings.simplefilter("always")
         posterior = run(model, sampler, stacked=None, **options)
         alone = run(model, sampler, stacked=False, **options)
-    told = [str(w.message) for w in caught if "one after the other" in str(w.message)]
+    told = [str(w.message) for w in caught if "sequentially" in str(w.message)]
     assert len(told) == 1
-    assert "cannot be run at once" in told[0]
+    assert "cannot be stacked" in told[0]
     assert "stacked" not in posterior.store.manifest["configuration"]
     assert largest_difference(posterior, alone) == 0
 

@@ -331,7 +331,7 @@ def test_a_reader_of_the_last_draws_reads_again(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(FolderStore, "_read_lines", drop_meanwhile)
     assert [r["draw"] for r in FolderStore(tmp_path / "run").kept()] == [5]
-    with pytest.raises(StoreMismatch, match="draw 3 was dropped by its run since: open the posterior again"):
+    with pytest.raises(StoreMismatch, match="draw 3 has been deleted by its run: open the posterior again"):
         reader.load(reader.kept()[0])
 
 
@@ -350,7 +350,7 @@ def test_a_draw_that_is_dropped_while_it_is_read(after: str, tmp_path: Path, mon
         return found
 
     monkeypatch.setattr(store_module, after, drop_after)
-    with pytest.raises(StoreMismatch, match="draw 1 was dropped by its run since"):
+    with pytest.raises(StoreMismatch, match="draw 1 has been deleted by its run"):
         reader.load(reader.kept()[0])
 
 

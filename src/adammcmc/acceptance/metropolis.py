@@ -244,7 +244,7 @@ def metropolis(comparison: Comparison, found: Estimate, log_uniform: Tensor, *, 
 
 def _not_negative(losses: Tensor) -> Tensor:
     if bool((losses < 0).any()):
-        raise ValueError("FullData(early_rejection=True) met a negative loss, for which it is not exact. Set it to False.")
+        raise ValueError("FullData(early_rejection=True) is not exact with a negative loss. Use early_rejection=False.")
     return losses
 
 

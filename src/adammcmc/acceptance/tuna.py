@@ -41,8 +41,8 @@ class Tuna(AcceptanceTest):
         accept with  min(1, exp(c + 2 sum_kept artanh(-r_i / (1 + 2 chi L))))
 
     The kept examples are an auxiliary variable whose rates at theta and tau differ by the sign of D_i; the sums of the
-    rates give exp(-lambda sum D_i). If L + chi L^2 exceeds n (the same from both sides), the full data decide. If an
-    example breaks the bound, |r_i| > 1, the full data decide as well; this is detected, warned about once and counted,
+    rates give exp(-lambda sum D_i). If L + chi L^2 exceeds n (the same from both sides), the full data are used. If an
+    example violates the bound, |r_i| > 1, they are used as well; this is detected, warned about once and counted,
     but the chain is no longer exact. Data: L + chi L^2 on average, at an acceptance below that of the full data. The
     work of a step grows with these, and with n only logarithmically.
 
@@ -95,8 +95,8 @@ class Tuna(AcceptanceTest):
             is_proposed_finite[chains] = is_finite(y[chains])
         if bool(is_broken.any()) and not bool(violations.any()):
             warn(
-                "a loss changed by more than the bound of Tuna allows: the full data decided that step, and the chain "
-                "is no longer exact. Give a bound that holds.",
+                "a loss changed by more than the bound of Tuna allows: that step was decided on the full data, and the chain "
+                "is no longer exact. Pass a valid bound.",
             )
         verdict = metropolis(comparison, Estimate(y, num, is_current_finite=is_current_finite), log_uniform)
         # (with chi = 0, an example at its bound gives -inf: no way back, although the loss is finite)

@@ -144,7 +144,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 class Ring:
-    """The last steps in numbers, on the device: a graph writes one row per replay, and the host knows which."""
+    """The last steps in numbers, on the device: a graph writes one row per replay, and the host tracks which."""
 
     def __init__(self, length: int, device: torch.device, num_chains: int) -> None:
         self._length = length
@@ -349,7 +349,7 @@ class Captured:
     def _give_up(self, reason: str) -> None:
         self._reason, self._again = reason, None
         self._graphs.clear()
-        warn(f"steps are not captured in a CUDA graph: {reason.rstrip('.')}. They run without one, only slower.")
+        warn(f"steps are not captured in a CUDA graph: {reason.rstrip('.')}. They run without one, more slowly.")
 
 
 def _flatten(x: Any, leaves: list[Any]) -> Any:

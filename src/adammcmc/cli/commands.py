@@ -76,7 +76,7 @@ def demo(
     num_draws: Annotated[int, option("Draws to predict with.", min=2)] = 10,
     seed: Annotated[int, option("Fixes every random number.", min=0)] = 0,
 ) -> None:
-    """Top tagging in small: train ParticleNet-Lite on bundled jets with Adam, then sample it with AdamMCMC.
+    """Top tagging on a small scale: train ParticleNet-Lite on bundled jets with Adam, then sample it with AdamMCMC.
 
     Prints the target, accuracy, AUC and background rejection, the posterior spread of right and wrong tags, and the mutual
     information of out-of-distribution jets. Writes a figure and a report. Takes two to four minutes on two cores.
@@ -243,7 +243,7 @@ def report(
     """Write the report: one HTML page that works offline, with the verdict first.
 
     Shows traces, acceptance, self-tests, R-hat and effective sample size; with held-out data also reliability, spread and the
-    most uncertain examples. By default the page goes into the folder of the run.
+    most uncertain examples. By default the page is written to the run folder.
     """
     check_output(output, ".html")
     recipe, posterior = _opened(run, config, trust_code)

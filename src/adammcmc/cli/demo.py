@@ -1,4 +1,4 @@
-"""The bundled example: the paper's task in small. ParticleNet-Lite learns to separate top jets from QCD jets, AdamMCMC samples
+"""The bundled demo: the paper's task, scaled down. ParticleNet-Lite learns to separate top jets from QCD jets, AdamMCMC samples
 its weights, and the draws measure its uncertainty, also on kinds of jets that it was not trained on."""
 
 from __future__ import annotations

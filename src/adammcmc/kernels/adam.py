@@ -66,7 +66,7 @@ class AdamMCMCKernel(ProlateKernel):
         if first is None:
             return None
         if any(memory.step != first.step for memory in memories):
-            raise ValueError("the moments of Adam have another age in some chains")
+            raise ValueError("Adam's step counts differ between the chains")
         averages, squares = (tuple(torch.cat(rows) for rows in zip(*(m[i] for m in memories), strict=True)) for i in (0, 1))
         return AdamMemory(averages, squares, first.step)
 

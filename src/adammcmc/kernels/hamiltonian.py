@@ -237,8 +237,8 @@ def underdamped(
     is_metropolis = test.is_metropolis
     if persistent_uniform and not is_metropolis:
         raise ValueError(
-            f"`persistent_uniform` must be False with this test ({test}): it is not log uniform < Y, so that the number that "
-            "decides would not be uniform at the next step."
+            f"`persistent_uniform` must be False with this test ({test}): its decision is not log uniform < Y, so the number "
+            "would not be uniform at the next step."
         )
     persistent_uniform = is_metropolis if persistent_uniform is None else persistent_uniform
     diagonal, structure = (None, None) if preconditioner is None else flatten(preconditioner)

@@ -39,7 +39,7 @@ class ChainState(NamedTuple):
 
 
 class Info(NamedTuple):
-    """What one may plot of a step, one number for each chain, on the chains' device."""
+    """What is reported about a step, one number per chain, on the chains' device."""
 
     loss: Tensor
     """Mean loss of the batch at the point the step started from (U for a density)."""
@@ -50,7 +50,7 @@ class Info(NamedTuple):
     log_ratio: Tensor
     """Y, the log of the Metropolis-Hastings ratio."""
     acceptance_rate: Tensor
-    """min(1, exp(Y)), or what another test than Metropolis has in its place."""
+    """min(1, exp(Y)), or the equivalent for a test other than Metropolis."""
     is_accepted: Tensor
     is_finite: Tensor
     """Whether U was finite at the proposed point; False (NaN, infinite, outside the support) is a rejection."""

@@ -448,7 +448,7 @@ class _Engine:
                     raise
                 raise ValueError(
                     f"the model could not be evaluated: {str(error).rstrip('.')}. Its input was {describe_batch(one)}, "
-                    "the first example. Examples must look like those of the run, one per row (for one: x[None])."
+                    "the first example. Examples must have the format of those of the run, one per row (for one: x[None])."
                 ) from error
         if self._batch_size is None:
             self._batch_size = max(1, min(_MOST_ROWS, _FORWARD_BYTES // max(1, sum(returned))))

@@ -100,10 +100,8 @@ class Session:
             chains.try_out(self.first_batch)
         except CannotStack as why:
             if is_required:
-                raise CannotStack(
-                    f"the chains cannot be run at once: {why}. Pass stacked=False to run one after the other."
-                ) from why
-            warn(f"the chains run one after the other, since they cannot be run at once: {why}.")
+                raise CannotStack(f"the chains cannot be stacked: {why}. Pass stacked=False to run them sequentially.") from why
+            warn(f"the chains run sequentially, because they cannot be stacked: {why}.")
             return None
         return chains
 

@@ -48,8 +48,8 @@ class AdamMCMC(Sampler):
             With 0 nearly nothing is accepted unless the step is shorter than the noise; 1 to 4 is a good start.
         prior: a `Prior`; None is flat and improper. There is no weight decay: that is a `Gaussian` prior.
         fused: on a GPU, compute the step in one pass over memory, with counter-based noise. None does so where possible
-            (contiguous float32 parameters, Triton); True raises where not; False never does. The chains are the same in
-            law, but with other random numbers.
+            (contiguous float32 parameters, Triton); True raises an error if not; False never does. The chains have the same
+            distribution, but different random numbers.
         **common: see `Sampler`. `burn_in` tunes sigma to an acceptance of 0.6, and sigma_along to 0.8 of the proposal
             alone.
     """

@@ -166,7 +166,7 @@ class ClosurePotential(NetworkPotential):
         again = self._losses(same_numbers=False)[None]
         if not self._agree(again, known.losses):
             raise StochasticClosure(
-                "fixed_data=True says that every step sees the same data, but this step's closure gives another loss at the "
+                "fixed_data=True requires the same data at every step, but this step's closure gives a different loss at the "
                 f"weights of the last step: {float(again.mean()):.6g}, not {float(known.losses.mean()):.6g}. Minibatches? Pass "
                 "all data, or set fixed_data=False (and acceptance=FullData() to stay exact)."
             )
@@ -411,7 +411,7 @@ def check_mean(loss: Tensor, num_data: int) -> None:
     """Refuse a loss whose graph ends in the sum over a batch: it would be multiplied by n as if it were the mean.
 
     Certain where one of torch's losses was summed (an error); a plain sum of other numbers may be a mean in disguise,
-    such as (losses / n).sum(), and is warned of. What else is divided or added at the end is not looked into.
+    such as (losses / n).sum(), and raises a warning. Other operations at the end of the graph are not examined.
     """
     node = _root(loss.grad_fn)
     is_sum = _is_summed(node, "sum")
@@ -427,8 +427,8 @@ def check_mean(loss: Tensor, num_data: int) -> None:
     if is_sum:
         raise ValueError(
             'the closure returned the sum of the losses of its batch (reduction="sum"). It would be taken as the mean loss and '
-            f'multiplied by num_data = {num_data}: the target would be far too cold. Take reduction="mean", or better '
-            'reduction="none": the losses of the examples, shape (batch,).'
+            f'multiplied by num_data = {num_data}: the target would be far too cold. Use reduction="mean" or, better, '
+            'reduction="none", which returns per-example losses, shape (batch,).'
         )
 
 
@@ -455,5 +455,5 @@ def _joined(losses: list[Tensor]) -> Tensor:
     if len(losses) == 1:
         return losses[0]
     if len({x.dim() for x in losses}) > 1:
-        raise ValueError("the closures of one step must all return means, or all return losses of single examples.")
+        raise ValueError("the closures of one step must all return means, or all return per-example losses.")
     return torch.stack(losses).mean() if losses[0].dim() == 0 else torch.cat(losses)

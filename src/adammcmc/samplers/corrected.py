@@ -26,17 +26,17 @@ class CorrectedMALA(MALA):
         B' ~ Bernoulli(rho) for each example,  tau from a Langevin step on B,  accept (tau, B') by U(theta, B) - U(tau, B')
         p(theta) ~ prior(theta) * prod_i ( exp(-a l_i(theta)) + 1 - rho ),    a = lambda (2 - rho)
 
-    The second line is what it samples, exactly; the posterior it is only where lambda * loss is small, or rho = 1. See
-    `adammcmc.kernels.corrected_mala`, also for why it hardly moves on large data. The batches are its own: `step` takes no
-    closure, or one that it does not call. One step costs one forward and backward of about rho n examples.
+    It samples the second line exactly. That is the posterior only if lambda * loss is small or rho = 1. See
+    `adammcmc.kernels.corrected_mala`, also for why it hardly moves on large data. It draws its own batches: `step` takes no
+    closure, and ignores one that is passed. One step costs one forward and backward of about rho n examples.
 
     Args:
         params: as for any optimizer. Groups may differ in step_size and sigma.
         step_size: h; None finds it in burn-in.
-        rho: the probability of an example to be in a batch, in (0, 1].
+        rho: the probability that an example is in the batch, in (0, 1].
         num_data: the number of training examples n.
         prior: required, and proper.
-        examples: the training set as losses of single examples, for example `TensorExamples(loss, inputs, targets)`.
+        examples: the training set as per-example losses, for example `TensorExamples(loss, inputs, targets)`.
         zeta: 1 is the theory's correction for the size of the batch, 0 none.
         compensate: whether a = lambda (2 - rho), or lambda.
         sigma: as in `MALA`, and so are `sigma_along` and `preconditioner`.

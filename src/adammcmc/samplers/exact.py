@@ -119,8 +119,8 @@ class Underdamped(_Preconditioned):
         num_data: the number of training examples n.
         prior: required, and proper.
         num_leapfrog: gradients between two refreshes and tests; with friction=math.inf that is HMC.
-        persistent_uniform: let the number that decides move on instead of drawing a new one (Neal 2020): fewer turns. None
-            does so where the test allows for it.
+        persistent_uniform: shift the uniform number of the test instead of drawing a new one (Neal 2020): fewer reversals. None
+            does so where the test allows it.
         preconditioner: diagonal A, one positive tensor for each trainable parameter; None learns it in burn-in.
         **common: see `Sampler`. Without a `step_size`, `burn_in` is `BurnIn()` by default; with one, there is none.
     """
@@ -283,7 +283,7 @@ class ExactAdamMCMC(Sampler):
         tau = theta - u + sigma eps + sigma_along z u;   accept with min(1, exp(U(theta) - U(tau) + log_q_ratio + log C))
 
     See `adammcmc.kernels.exact_adam_mcmc`. It needs `fixed_data=True`: the gradient of all data is part of what is sampled. One
-    step costs one forward and backward. It is the paper's theory, running; `Underdamped` is far more efficient.
+    step costs one forward and backward. It demonstrates the paper's theory; `Underdamped` is far more efficient.
 
     Args:
         params: as for any optimizer. Groups may differ in lr, betas and sigma.
@@ -321,8 +321,8 @@ class ExactAdamMCMC(Sampler):
     ) -> None:
         if not common.get("fixed_data"):
             raise ValueError(
-                "ExactAdamMCMC needs fixed_data=True: the gradient of all data is part of its target, and on a minibatch it "
-                "would be another one at each step. For minibatches take Underdamped or MALA with FullData()."
+                "ExactAdamMCMC needs fixed_data=True: the gradient of all data is part of its target, and would change at "
+                "each step with minibatches. For those, use Underdamped or MALA with FullData()."
             )
         self._measures_spread = momentum_spread is None
         self.momentum_spread = momentum_spread

@@ -51,11 +51,11 @@ class Sampler(Shell):
         acceptance: `Minibatch()` (default), `FullData()`, `AlwaysAccept()`, one of `adammcmc.acceptance`, or your own.
         examples: the data set as per-example losses, for tests that choose examples (`FullData`, `Barker`, ...).
         fixed_data: the closure's loss is the same function of the weights at every step (full batch). Then the gradient
-            found at an accepted proposal serves the next step, and a step costs one forward and backward.
-        batch_norm: what BatchNorm in training mode does: "batch" (statistics of the batch; buffers move on acceptance
-            only) or "frozen" (running statistics, which stay as they are). Dropout has the same mask on both sides of a
+            computed at an accepted proposal is reused in the next step, and a step costs one forward and backward.
+        batch_norm: what BatchNorm in training mode does: "batch" (statistics of the batch; buffers change on acceptance
+            only) or "frozen" (running statistics, which do not change). Dropout has the same mask on both sides of a
             step.
-        burn_in: a `BurnIn`, or a number of steps, of adaptation. Nothing should be collected before `is_adapting` is
+        burn_in: a `BurnIn`, or a number of adaptation steps. Do not collect draws before `is_adapting` is
             False. None: no adaptation.
         generator: the source of all randomness; by default a new one, seeded from torch's global seed. The closure must
             not draw from it.
@@ -194,7 +194,7 @@ class Sampler(Shell):
             closure: returns the loss of this step's batch at the model's present weights: the mean, shape (), or (better,
                 it loses fewer digits) the per-example losses, shape (batch,). It is called at the current and at the
                 proposed weights, and must use the same batch both times. A list of closures is a batch in micro-batches,
-                whose gradients are accumulated: means of equally many examples each, or per-example losses.
+                whose gradients are accumulated: each returns the mean of equally many examples, or per-example losses.
             batch: a tensor, or a nested container of tensors. Then `closure` is a function of it, the same object at each
                 step:
 
@@ -207,7 +207,7 @@ class Sampler(Shell):
                 On a GPU the whole step becomes one CUDA graph, captured once per batch shape and replayed, which for small
                 networks is many times faster. What cannot be captured runs without one, after one warning with the reason.
 
-        If the closure raises, the weights are restored and the error propagates; the moments may have taken in this
+        If the closure raises, the weights are restored and the error propagates; the moments may already include this
         gradient.
         """
         if batch is not None:
@@ -261,7 +261,7 @@ class Sampler(Shell):
     def hold_padding(self, model: torch.nn.Module) -> None:
         """Hold the padding rows (`padding_idx`) of the model's embeddings from now on.
 
-        `step` does so by itself at the first step, when it has seen the modules that the closure calls.
+        `step` does so automatically at the first step, once the closure has called its modules.
         """
         self.parameters.hold(padding_rows(model.modules()))
 
@@ -269,8 +269,8 @@ class Sampler(Shell):
         """Use the present weights as the reference of a control variate (`adammcmc.target.control`).
 
         Tests that choose their own examples (`Barker`, `Tuna`, ...) then estimate only what the derivatives at the reference
-        do not predict, which is little while the chain stays near. Call it once, at the end of burn-in. (`sample`, which
-        makes its samplers itself, and stacked chains have none.)
+        do not predict, which is small while the chain stays nearby. Call it once, at the end of burn-in. (`sample`, which
+        builds its own samplers, has no argument for it; stacked chains do not support it.)
 
         Args:
             order: 1 costs a pass over the data with gradients, and about three more forwards per example that a test
@@ -296,15 +296,15 @@ class Sampler(Shell):
         self.reference = expand(losses, self.parameters.trainable, len(examples), order)
 
     def draw(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """A draw: a copy of the model's state, which no later step touches. Refused while the settings still adapt.
+        """A draw: a copy of the model's state, unaffected by later steps. An error while the settings are adapting.
 
-        With `fixed_data` and BatchNorm in training mode the last step's closure is called once more, without a trace in the
+        With `fixed_data` and BatchNorm in training mode the last step's closure is called once more, without affecting the
         chain: the draw's running statistics are those of the data at its own weights, so that in evaluation mode it is the
         function that was sampled. On minibatches they are the running averages.
         """
         if self.is_adapting:
             raise RuntimeError(
-                f"the sampler still adapts its settings (step {self.num_steps}): what it visits has no fixed distribution. "
+                f"the sampler is still adapting its settings (step {self.num_steps}): its states have no fixed distribution. "
                 "Collect draws when `sampler.is_adapting` is False."
             )
         fresh: dict[int, Tensor] = {}

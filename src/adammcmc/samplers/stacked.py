@@ -355,7 +355,7 @@ class StackOwner(Owner):
             largest = float(leaf.abs().max())
             if 0 < smallest < torch.finfo(leaf.dtype).eps * 2.0 ** math.floor(math.log2(max(largest, 1e-30))):
                 raise ValueError(
-                    f"burn-in came to moves of {smallest:.3g}, below the spacing of {leaf.dtype} numbers near the largest "
+                    f"burn-in tuned the moves to {smallest:.3g}, below the spacing of {leaf.dtype} numbers near the largest "
                     f"weight {largest:.3g}: rounding would lose them. Keep the weights in float32, or change the settings."
                 )
 
@@ -486,14 +486,13 @@ class StackedChains(ReplayedChains):
                     owner, _, last = name.rpartition(".")
                     module.get_submodule(owner)._buffers[last] = None
         if made:
-            raise CannotStack(f"the model makes buffers in its forward: {', '.join(sorted(made))}")
+            raise CannotStack(f"the model creates buffers in its forward pass: {', '.join(sorted(made))}")
         if stacked.dim() > 1 and losses.dim() > 0:  # on average: a single loss may be far off in bfloat16
             stacked, losses = stacked.mean(1), losses.mean()
         pairs = [(stacked, losses), *((moved[name], b) for name, b in buffers.items())]
         if not layers.seen.draws_numbers and not all(_is_close(many, one) for many, one in pairs):
             raise CannotStack(
-                "under torch.func.vmap the model gives other losses or buffers than alone (does it keep state that is not a "
-                "buffer?)"
+                "under torch.func.vmap the model gives different losses or buffers (does it keep state that is not a buffer?)"
             )
 
     def _evaluated(self, batch: Batch, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:

@@ -60,9 +60,9 @@ class TwoSided:
         level, above, below = (f"{value:.4g} +- {error:.2g}" for value, error in pairs)
         if self.stays and abs(_distance(_mean_of_chains(self.from_optimum[:, 0]), reference)) < 4:
             return f"undecided: both sides started at the same level of U, {level}, so staying there proves little"
-        kept = f"from draws of the target (U {level}) U stays, at {above}"
+        kept = f"started from draws of the target (U {level}), U stays at {above}"
         if self.stays and self.meets:
-            return f"agrees: {kept}, and from the optimum it arrives, at {below}"
+            return f"agrees: {kept}, and from the optimum it reaches {below}"
         if self.stays:
             return f"not mixed: {kept}, but from the optimum it is at {below}"
         meets = f", where it also arrives from the optimum ({below})" if self.meets else ""

@@ -15,7 +15,7 @@ __all__ = ["ChainView"]
 
 
 class ChainView:
-    """What one of some chains reports. A `Sampler` is the view of its only chain."""
+    """What one chain of several reports. A `Sampler` is the view of its only chain."""
 
     chains: Chains
     number: int = 0
@@ -30,7 +30,7 @@ class ChainView:
 
     @property
     def is_adapting(self) -> bool:
-        """Whether the settings still change, so that nothing should be collected."""
+        """Whether the settings are still being tuned; do not collect draws yet."""
         return self.chains.is_adapting
 
     @property
@@ -45,7 +45,7 @@ class ChainView:
 
     @property
     def beta_eff(self) -> Tensor:
-        """By what factor the noise of the last step's log ratio lowers the inverse temperature (`acceptance.beta_eff`).
+        """The factor by which noise in the last step's log ratio lowers the inverse temperature (`acceptance.beta_eff`).
 
         1 is right. NaN where the noise is not known, and for tests that allow for it. Reading it does not wait.
         """
@@ -61,7 +61,7 @@ class ChainView:
         return self.chains.present_loss()[self.number]
 
     def health(self) -> Health:
-        """What the record of the run says since burn-in ended: numbers, and a verdict. Waits for the device."""
+        """The self-tests on all steps since burn-in ended: numbers, and a verdict. Waits for the device."""
         return self.chains.health()[self.number]
 
     def health_sums(self) -> dict[str, float]:

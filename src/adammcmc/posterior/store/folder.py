@@ -171,7 +171,7 @@ class FolderStore(Store):
             raise
         except (OSError, SafetensorError, RuntimeError) as error:  # torch maps the file again, with its own errors
             if isinstance(self.manifest["keep"], int) and not os.path.lexists(file):
-                raise StoreMismatch(f"draw {record['draw']} was dropped by its run since: open the posterior again.") from error
+                raise StoreMismatch(f"draw {record['draw']} has been deleted by its run: open the posterior again.") from error
             raise StoreCorrupt(f"'{file}' cannot be read: {error}. {remedy}.") from error
 
     def problem_of(self, record: Record) -> str | None:
@@ -226,7 +226,7 @@ class FolderStore(Store):
         elif problems:
             warn(f"{problems[0]} The previous one is used.")
         elif most > state["num_draws"]:
-            warn(f"a checkpoint in '{self.path}' is of draw {state['num_draws']} of {most}: so are health and moments.")
+            warn(f"a checkpoint in '{self.path}' dates from draw {state['num_draws']} of {most}, as do health and moments.")
         return state
 
     def restore(self, key: int | None, chains: Sequence[int]) -> dict[str, Any] | None:
