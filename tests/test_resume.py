@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.nn.functional as F
@@ -74,6 +76,29 @@ def test_an_interrupted_run_resumes_bit_for_bit(scenario: str, tmp_path: Path) -
             run(tmp_path / "parts", Interrupt(chain, step))
     run(tmp_path / "parts")
     assert killing.same(killing.content(tmp_path / "parts"), killing.content(tmp_path / "whole"))
+
+
+def _die_between_chains(path: str) -> None:
+    append = FolderStore.append
+
+    def last(self: FolderStore, *arguments: Any) -> None:
+        append(self, *arguments)
+        os._exit(9)
+
+    FolderStore.append = last  # type: ignore[method-assign]
+    killing.run("stacked scan", path)
+
+
+def test_a_stack_that_died_within_its_first_draw_is_readable_and_resumes(tmp_path: Path) -> None:
+    """The first chain has its folder, and the others have none yet: nothing is missing."""
+    process = killing.start(_die_between_chains, str(tmp_path / "run"))
+    process.join()
+    assert process.exitcode == 9
+    assert {path.name for path in (tmp_path / "run").glob("chain-*")} == {"chain-0"}
+    FolderStore(tmp_path / "run")  # without a warning
+    killing.run("stacked scan", str(tmp_path / "run"))
+    killing.run("stacked scan", str(tmp_path / "whole"))
+    assert killing.same(killing.content(tmp_path / "run"), killing.content(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("scenario", ["algorithm 1", "full data, last 3", "stacked scan", "stacked, adapting, last 2"])

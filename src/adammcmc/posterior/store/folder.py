@@ -335,14 +335,16 @@ class FolderStore(Store):
         raise StoreCorrupt(f"{problem}. `adammcmc check {self.path} --repair` rebuilds the index from the draws.")
 
     def missing_chains(self) -> list[str]:
-        """The folders of chains that should exist. (Those of chains that run at once come with the first draw.)"""
+        """The folders of chains that should exist. Those of chains that run at once come with their first draw, one after
+        the other: they are complete once a checkpoint counts that draw."""
         number = self.manifest["configuration"]["num_chains"]
-        if self.is_stacked and not self._index:
+        missing = [f"chain-{chain}" for chain in range(number) if chain not in self._index]
+        if missing and self.is_stacked:
             with suppress(StoreCorrupt):
                 states = map((pair := self.checkpoints(None)).read, pair.files)
                 if not any(state["num_draws"] for state in states if state is not None):
                     return []
-        return [f"chain-{chain}" for chain in range(number) if chain not in self._index]
+        return missing
 
     # --- files --------------------------------------------------------------------------------------------------
 
