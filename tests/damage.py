@@ -6,14 +6,12 @@ zeros), of a folder only the names that it had when it was synced, or those that
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
 import sys
 import tempfile
 import warnings
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,11 +20,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import nn
 
 import adammcmc
-from adammcmc.posterior.store.encoding import safetensors_parts
 from tests import killing
 
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
@@ -147,32 +143,6 @@ def survives(image: Images, kind: str, right: Any, path: Path) -> bool:
         warnings.simplefilter("ignore")
         run(path, kind)
         return killing.same(content(path), right)
-
-
-# --- other formats --------------------------------------------------------------------------------------------------------
-
-
-def as_format_1(path: Path) -> None:
-    """Make of a run what the first release wrote: no checksums but those of draws in the index."""
-    for file in path.rglob("*.safetensors"):
-        with safe_open(file, framework="pt") as content_of:
-            tensors = {name: content_of.get_tensor(name) for name in content_of.keys()}  # noqa: SIM118
-            state = content_of.metadata().get("state")
-        metadata = None if state is None else {"format": "1", "state": state}
-        file.write_bytes(b"".join(safetensors_parts(tensors, metadata)))
-        if "previous" in file.name:
-            file.unlink()
-    for index in path.rglob("index.jsonl"):
-        records = [json.loads(line) for line in index.read_text().splitlines()]
-        for record in records:
-            del record["line_crc32"]
-            if "file" in record and (index.parent / record["file"]).exists():
-                text = (index.parent / record["file"]).read_bytes()
-                record |= {"bytes": len(text), "crc32": zlib.crc32(text)}
-        index.write_text("".join(json.dumps(record) + "\n" for record in records))
-    manifest = json.loads((path / "run.json").read_text())
-    del manifest["crc32"]
-    (path / "run.json").write_text(json.dumps({**manifest, "format": 1}))
 
 
 # --- damaged files --------------------------------------------------------------------------------------------------------

@@ -297,7 +297,7 @@ MUTANTS = [
     Mutant(
         "the checksum of a checkpoint not compared",
         "posterior/store/encoding.py",
-        "    if written is not None and written != computed:\n",
+        "    if written != computed:\n",
         "    if False:\n",
         "tests/test_damage.py tests/test_checking.py",
     ),

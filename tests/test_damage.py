@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 
 import adammcmc
 from adammcmc.posterior.store.folder import FolderStore
+from adammcmc.posterior.store.records import manifest_text
 from tests import damage, killing
 
 PREVIOUS = "checkpoint.previous.safetensors"
@@ -105,17 +108,24 @@ def test_a_leftover_of_another_start_is_never_fallen_back_on(tmp_path: Path) -> 
     assert torch.equal(state["sampler"]["adammcmc"]["generator"], right["sampler"]["adammcmc"]["generator"])
 
 
-def test_runs_of_format_1_open_and_go_on_as_such(runs: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
-    damage.run(tmp_path / "run", num_draws=2)
-    damage.as_format_1(tmp_path / "run")
-    assert len(adammcmc.Posterior.open(tmp_path / "run", nn.Linear(3, 2))) == 2
-    damage.run(tmp_path / "run")
-    store, right = FolderStore(tmp_path / "run"), FolderStore(runs["draws"][0])
-    assert store.manifest["format"] == 1
-    assert "line_crc32" not in (tmp_path / "run" / "chain-0" / "index.jsonl").read_text()
-    assert len(store.kept()) == 4
-    for a, b in zip(store.kept(), right.kept(), strict=True):
-        assert killing.same(store.load(a), right.load(b))
+def test_a_run_of_format_1_is_refused(runs: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    """By every way in, and whether or not its `run.json` has a checksum, which format 1 did not have. Nothing is changed."""
+    shutil.copytree(runs["draws"][0], tmp_path / "run")
+    file = tmp_path / "run" / "run.json"
+    manifest = json.loads(file.read_text()) | {"format": 1}
+    ways: list[Callable[[], Any]] = [
+        lambda: adammcmc.Posterior.open(tmp_path / "run", nn.Linear(3, 2)),
+        lambda: damage.run(tmp_path / "run", num_draws=5),
+        lambda: adammcmc.check_run(tmp_path / "run"),
+        lambda: adammcmc.check_run(tmp_path / "run", repair=True),
+    ]
+    words = rf"has format 1 of an older version of adammcmc \({manifest['versions']['adammcmc']}\); this one reads format 2\. "
+    for text in (json.dumps({k: v for k, v in manifest.items() if k != "crc32"}).encode(), manifest_text(manifest)):
+        file.write_bytes(text)
+        for way in ways:
+            with pytest.raises(adammcmc.StoreMismatch, match=words + r"Keep the version that made it, or run again\."):
+                way()
+        assert file.read_bytes() == text
 
 
 def exchange(folder: Path, runs: dict[str, tuple[Path, Any]], how: str) -> None:

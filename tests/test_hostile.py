@@ -17,25 +17,28 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 import adammcmc
 from adammcmc import StoreCorrupt, StoreMismatch, check_run
 from adammcmc.posterior.store.atomic import write_parts
-from adammcmc.posterior.store.encoding import encode, safetensors_parts
+from adammcmc.posterior.store.encoding import encode, read_state, safetensors_parts
 from adammcmc.posterior.store.records import line_of, manifest_text
 from tests import damage
 
 SECRET = b"precious\n"
+DRAW = "chain-0/draw-000002.safetensors"
+CHECKPOINTS = ("chain-0/checkpoint.safetensors", "chain-0/checkpoint.previous.safetensors")
+DEEP = "[" * 100_000 + "]" * 100_000
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     damage.run(folder / "run", num_draws=3, keep=1)
-    shutil.copytree(folder / "run", folder / "first")
-    damage.as_format_1(folder / "first")
-    return folder
+    return folder / "run"
 
 
 def manifest(**changes: Any) -> Callable[[Path], None]:
@@ -66,7 +69,7 @@ def records(**changes: Any) -> Callable[[Path], None]:
             line.update({k: v for k, v in changes.items() if v is not ...})
             for key in [k for k, v in changes.items() if v is ...]:
                 line.pop(key)
-        index.write_bytes(b"".join(line_of(line, is_sealed=True) for line in lines))
+        index.write_bytes(b"".join(map(line_of, lines)))
 
     return change
 
@@ -78,22 +81,23 @@ def raw_line(line: str) -> Callable[[Path], None]:
 
 
 def state(content: Any) -> Callable[[Path], None]:
-    """Both checkpoints hold this, with valid checksums."""
+    """Both checkpoints hold this, with valid checksums and, unless it is a list, the name of their run and chain."""
 
     def change(run: Path) -> None:
-        text, tensors = encode(content)
-        for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
-            with open(run / "chain-0" / name, "wb", buffering=0) as file:
-                write_parts(file, safetensors_parts(tensors, {"state": text}, is_sealed=True))
+        owner = read_state(run / CHECKPOINTS[0])["of"]
+        text, tensors = encode({**content, "of": owner} if isinstance(content, dict) else content)
+        for name in CHECKPOINTS:
+            with open(run / name, "wb", buffering=0) as file:
+                write_parts(file, safetensors_parts(tensors, {"state": text}))
 
     return change
 
 
 def raw_state(text: str) -> Callable[[Path], None]:
     def change(run: Path) -> None:
-        for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
-            with open(run / "chain-0" / name, "wb", buffering=0) as file:
-                write_parts(file, safetensors_parts({"a": torch.ones(1)}, {"state": text}, is_sealed=True))
+        for name in CHECKPOINTS:
+            with open(run / name, "wb", buffering=0) as file:
+                write_parts(file, safetensors_parts({"a": torch.ones(1)}, {"state": text}))
 
     return change
 
@@ -148,14 +152,40 @@ def huge(name: str) -> Callable[[Path], None]:
     return lambda run: os.truncate(run / name, 1 << 36)
 
 
-def unsealed(run: Path) -> None:
-    """Format 1 has no checksums: its JSON can hold anything."""
-    content = json.loads((run / "run.json").read_text())
-    content.pop("crc32", None)
-    (run / "run.json").write_text(json.dumps({**content, "format": 1, "keep": -1}))
+def bare_manifest(name: str) -> Callable[[Path], None]:
+    """Without this entry, which `manifest` always writes."""
+
+    def change(run: Path) -> None:
+        content = json.loads((run / "run.json").read_text())
+        del content[name]
+        (run / "run.json").write_text(json.dumps(content))
+
+    return change
 
 
-DRAW, DEEP = "chain-0/draw-000002.safetensors", "[" * 100_000 + "]" * 100_000
+def bare_index(run: Path) -> None:
+    """Without the checksums of its lines."""
+    index = run / "chain-0" / "index.jsonl"
+    lines = [json.loads(line) for line in index.read_text().splitlines()]
+    index.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "line_crc32"}) + "\n" for line in lines))
+
+
+def bare(*names: str) -> Callable[[Path], None]:
+    """The same tensors and metadata without their checksum; the index knows the new size and crc32 of a draw."""
+
+    def change(run: Path) -> None:
+        for name in names:
+            with safe_open(run / name, framework="pt") as content:
+                tensors = {key: content.get_tensor(key) for key in content.keys()}  # noqa: SIM118
+                metadata = {key: value for key, value in content.metadata().items() if key != "crc32"}
+            save_file(tensors, run / name, metadata)
+        if DRAW in names:
+            text, index = (run / DRAW).read_bytes(), run / "chain-0" / "index.jsonl"
+            lines = [json.loads(line) for line in index.read_text().splitlines()]
+            lines[-1] |= {"bytes": len(text), "crc32": zlib.crc32(text)}
+            index.write_bytes(b"".join(line_of({k: v for k, v in line.items() if k != "line_crc32"}) for line in lines))
+
+    return change
 
 
 def other_draw(run: Path) -> None:
@@ -166,9 +196,9 @@ def other_draw(run: Path) -> None:
         line.pop("line_crc32", None)
         with suppress(FileNotFoundError), open(run / "chain-0" / line["file"], "r+b", buffering=0) as file:
             file.truncate(0)
-            size, crc = write_parts(file, safetensors_parts({"weight": torch.zeros(900)}, {}, is_sealed=True))
+            size, crc = write_parts(file, safetensors_parts({"weight": torch.zeros(900)}, {}))
             line.update({"bytes": size, "crc32": crc})
-    index.write_bytes(b"".join(line_of(line, is_sealed=True) for line in lines))
+    index.write_bytes(b"".join(map(line_of, lines)))
 
 
 HOSTILE: dict[str, Callable[[Path], Any]] = {
@@ -203,12 +233,17 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
     "many chains, no settings": lambda p: [manifest(chains=...)(p), manifest(configuration__num_chains=1_000_000_000)(p)],
     "minus one chain": manifest(configuration__num_chains=-1),
     "keep: -1": manifest(keep=-1),
-    "keep: -1, format 1": unsealed,
     "keep: 0": manifest(keep=0),
     "keep: true": manifest(keep=True),
     "keep: a list": manifest(keep=["draws"]),
     "format: text": lambda p: (p / "run.json").write_text('{"format": "2", "keep": 1}'),
     "format: 0": manifest(format=0),
+    "format: 1": manifest(format=1),
+    "no format": bare_manifest("format"),
+    "manifest without a checksum": bare_manifest("crc32"),
+    "index without checksums": bare_index,
+    "draw without a checksum": bare(DRAW),
+    "checkpoints without checksums": bare(*CHECKPOINTS),
     "dtype: a function": manifest(dtype="manual_seed"),
     "configuration: a list": manifest(configuration=[]),
     "versions: a list": manifest(versions=["0.1"]),
@@ -221,6 +256,7 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
     "manifest: NaN": lambda p: (p / "run.json").write_text('{"format": NaN, "keep": 1}'),
     "index nested deeply": raw_line('{"draw": ' + DEEP + "}"),
     "index of 64 GiB": huge("chain-0/index.jsonl"),
+    "index: not JSON": raw_line("[]}"),
     "index: a list": lambda p: (p / "chain-0" / "index.jsonl").write_text("[]\n"),
     "index: no step": records(step=...),
     "index: no health": records(health=...),
@@ -255,12 +291,11 @@ UNSEEN = ("index is a hard link", "the next draw is a link")
 """Not followed, and replaced by a plain file: nobody needs to hear of it. So it is with temporary files."""
 
 
-@pytest.mark.parametrize("kind", ["run", "first"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_folder_is_refused_or_harmless(name: str, kind: str, good: Path, tmp_path: Path) -> None:
+def test_a_hostile_folder_is_refused_or_harmless(name: str, good: Path, tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(SECRET)
     run = tmp_path / "run"
-    shutil.copytree(good / kind, run)
+    shutil.copytree(good, run)
     shutil.copy(run / "run.json", tmp_path / "good.json")
     HOSTILE[name](run)
     outside = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and run not in p.parents}

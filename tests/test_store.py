@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import adammcmc.posterior.store.folder as store_module
 from adammcmc import StoreCorrupt, StoreFull, StoreLocked, StoreMismatch
@@ -107,7 +107,7 @@ def test_every_dtype_is_read_back_by_the_package_itself(tmp_path: Path) -> None:
         assert back[name].shape == x.shape
         assert back[name].reshape(-1).view(torch.uint8).tolist() == x.contiguous().reshape(-1).view(torch.uint8).tolist(), name
     with safe_open(file, framework="pt") as content:
-        assert content.metadata() == {"a": 'with "quotes"'}
+        assert content.metadata() == {"crc32": "0" * 8, "format": "2", "a": 'with "quotes"'}
 
 
 def test_it_can_be_read_without_this_library(tmp_path: Path) -> None:
@@ -554,13 +554,13 @@ def test_every_flipped_bit_of_a_state_is_noticed(tmp_path: Path) -> None:
             read_state(file)
 
 
-def test_a_state_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["1", "2"])
+def test_a_state_without_a_checksum_is_refused(tmp_path: Path, format: str) -> None:
     file = tmp_path / "state.safetensors"
     text, tensors = encode({"w": torch.ones(2)})
-    file.write_bytes(b"".join(safetensors_parts(tensors, {"what": "a test", "state": text})))
-    assert torch.equal(read_state(file)["w"], torch.ones(2))
+    save_file(tensors, file, {"format": format, "state": text})
     with pytest.raises(ValueError, match="it has no checksum"):
-        read_state(file, must_be_sealed=True)
+        read_state(file)
 
 
 def test_every_flipped_bit_of_an_index_is_noticed(tmp_path: Path) -> None:
@@ -571,7 +571,7 @@ def test_every_flipped_bit_of_an_index_is_noticed(tmp_path: Path) -> None:
         content = bytearray(right)
         content[bit // 8] ^= 1 << bit % 8
         index.write_bytes(content)
-        lines = read_lines(index, 0, is_sealed=True, has_files=True)
+        lines = read_lines(index, 0, has_files=True)
         assert len(lines.records) < 2, bit
         assert lines.problem or lines.is_unfinished
 

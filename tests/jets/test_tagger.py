@@ -18,6 +18,7 @@ from adammcmc.jets import Jets, bundled, cloud_of, read_jets
 from adammcmc.jets.metrics import accuracy
 from adammcmc.jets.tagger import Tagger, Training
 from adammcmc.posterior.store import encoding
+from adammcmc.posterior.store.atomic import write_parts
 from adammcmc.posterior.store.encoding import encode
 
 JETS = read_jets(bundled("jets"), max_jets=2500)
@@ -201,11 +202,18 @@ def test_a_state_of_other_types_is_told_of(tagger: Tagger, tmp_path: Path, key: 
         Tagger.load(tmp_path, device="cpu")
 
 
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"state": encode({"other": 1})[0]}])
+def test_a_foreign_file_is_told_of(metadata: dict[str, str] | None, tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(3)}, tmp_path / "tagger.safetensors", metadata)
+    words = r"cannot be read \(it has no checksum\): is it a complete tagger file of this library"
+    with pytest.raises(ValueError, match=words):
+        Tagger.load(tmp_path, device="cpu")
+
+
 @pytest.mark.parametrize(
     "metadata",
     [
-        None,
-        {"format": "pt"},
+        {},
         {"state": "no json"},
         {"state": json.dumps({"other": 1})},
         {"state": json.dumps([1, 2])},
@@ -213,9 +221,11 @@ def test_a_state_of_other_types_is_told_of(tagger: Tagger, tmp_path: Path, key: 
         {"state": encode({"training": {"network": "lite", "of_a_later_version": 1}})[0]},
     ],
 )
-def test_a_foreign_file_is_told_of(metadata: dict[str, str] | None, tmp_path: Path) -> None:
-    save_file({"weight": torch.zeros(3)}, tmp_path / "tagger.safetensors", metadata)
-    with pytest.raises(ValueError, match=r"cannot be read .*is it a complete tagger file of this library"):
+def test_a_checksum_does_not_make_a_tagger(metadata: dict[str, str], tmp_path: Path) -> None:
+    with open(tmp_path / "tagger.safetensors", "wb", buffering=0) as file:
+        write_parts(file, encoding.safetensors_parts({"weight": torch.zeros(3)}, metadata))
+    words = r"cannot be read \((?!it has no checksum).*is it a complete tagger file of this library"
+    with pytest.raises(ValueError, match=words):
         Tagger.load(tmp_path, device="cpu")
 
 

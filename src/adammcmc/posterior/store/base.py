@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from adammcmc.posterior.store.encoding import Tensors, stored_dtype, strict_json
-from adammcmc.posterior.store.records import FORMAT, Record
+from adammcmc.posterior.store.records import Record
 
 __all__ = ["MemoryStore", "Record", "Store"]
 
@@ -39,11 +39,6 @@ class Store(ABC):
     def is_stacked(self) -> bool:
         """Whether all chains share one checkpoint."""
         return bool(self.manifest["configuration"].get("stacked", False))
-
-    @property
-    def is_sealed(self) -> bool:
-        """Whether all files of this run have checksums: since format 2. A run of format 1 stays one."""
-        return bool(self.manifest.get("format", FORMAT) > 1)
 
     @property
     def index(self) -> list[Record]:

@@ -68,7 +68,7 @@ def check_run(path: str | Path, *, repair: bool = False) -> Check:
             is deleted); fall back on the previous checkpoint. Takes the lock: no process may be writing to the run.
 
     Raises:
-        StoreMismatch: the folder holds no run, or one of a newer version.
+        StoreMismatch: the folder holds no run, or one in another format than this version's.
         StoreLocked: `repair`, and another process writes to the run.
     """
     path = Path(path)
@@ -183,7 +183,7 @@ class _Folder(FolderStore):
         """The records of a chain from the good lines of its index and from its draws, up to the first missing one."""
         folder = self._folder(chain)
         has_files = self.manifest["keep"] != "moments"
-        found = read_good_lines(folder / "index.jsonl", chain, is_sealed=self.is_sealed, has_files=has_files)
+        found = read_good_lines(folder / "index.jsonl", chain, has_files=has_files)
         for file in sorted(folder.glob("draw-*.safetensors")):
             match = re.fullmatch(r"draw-(\d{6,})\.safetensors", file.name)
             if match and int(match[1]) not in found and (record := _record_in(file, chain, int(match[1]))) is not None:
@@ -226,7 +226,7 @@ class _Folder(FolderStore):
 
 
 def _record_in(file: Path, chain: int, draw: int) -> Record | None:
-    """The record in the file of a draw, as in the index; None if it is damaged, or of format 1."""
+    """The record in the file of a draw, as in the index; None if it is damaged."""
     try:
         computed, written = checksum(file)
         if written != computed:

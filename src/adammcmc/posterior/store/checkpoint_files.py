@@ -36,13 +36,11 @@ class Checkpoints:
         path: the folder of the run.
         key: the number of the chain; None for all chains at once.
         manifest: of the run.
-        is_sealed: whether its files have checksums.
     """
 
-    def __init__(self, path: Path, key: int | None, manifest: dict[str, Any], *, is_sealed: bool) -> None:
+    def __init__(self, path: Path, key: int | None, manifest: dict[str, Any]) -> None:
         folder = path if key is None else path / f"chain-{key}"
         self.files = self.newest, self.previous = folder / CHECKPOINT, folder / PREVIOUS
-        self._is_sealed = is_sealed
         configuration = {name: value for name, value in manifest["configuration"].items() if name != "num_draws"}
         made_from = [configuration, manifest["data"]["fingerprint"], manifest.get("starts")]
         identity = zlib.crc32(json.dumps(made_from, sort_keys=True).encode())
@@ -50,23 +48,22 @@ class Checkpoints:
 
     def write(self, state: dict[str, Any]) -> None:
         """Replace the newest, which becomes the previous one."""
-        text, tensors = encode({**state, "of": self._owner} if self._is_sealed else state)
+        text, tensors = encode({**state, "of": self._owner})
         # the number of draws also stands by itself: a reader then need not decode the rest
-        sealed = {"num_draws": str(state.get("num_draws", 0)), "state": text}
-        metadata = sealed if self._is_sealed else {"format": "1", "state": text}
-        replace_file(self.newest, safetensors_parts(tensors, metadata, is_sealed=self._is_sealed), previous=self.previous)
+        metadata = {"num_draws": str(state.get("num_draws", 0)), "state": text}
+        replace_file(self.newest, safetensors_parts(tensors, metadata), previous=self.previous)
 
     def read(self, file: Path) -> dict[str, Any] | None:
         """The content of one of the files; None if it does not exist."""
         if not os.path.lexists(file):
             return None
         try:
-            state = read_state(file, must_be_sealed=self._is_sealed, may_be_link=False)
+            state = read_state(file, may_be_link=False)
             if not isinstance(state, dict):
                 raise ValueError("it holds no state of a chain")
             if not (isinstance(count := state.get("num_draws"), int) and count >= 0):
                 raise ValueError(f"it has num_draws = {count!r}")
-            if (owner := state.pop("of", None)) != self._owner and self._is_sealed:
+            if (owner := state.pop("of", None)) != self._owner:
                 raise ValueError(f"it is of {str(owner)[:80]}, and not of this chain of this run")
         except (OSError, ValueError) as error:
             raise StoreCorrupt(f"the checkpoint '{file}' cannot be read: {error}. The draws are not affected.") from error

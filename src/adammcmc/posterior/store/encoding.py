@@ -92,48 +92,41 @@ def write_state(path: Path, state: Any, what: str) -> None:
     """Write a nested state as one safetensors file with a checksum, atomically; `what` goes into its header."""
     text, tensors = encode(state)
     with whole(path) as file, file.open("wb", buffering=0) as written:
-        write_parts(written, safetensors_parts(tensors, {"what": what, "state": text}, is_sealed=True))
+        write_parts(written, safetensors_parts(tensors, {"what": what, "state": text}))
 
 
-def read_state(path: Path, *, must_be_sealed: bool = False, may_be_link: bool = True) -> Any:
-    """The inverse of `write_state`. A damaged file raises a ValueError with the reason.
+def read_state(path: Path, *, may_be_link: bool = True) -> Any:
+    """The inverse of `write_state`. A damaged file, or one without a checksum, raises a ValueError with the reason.
 
     Args:
         path: the file.
-        must_be_sealed: refuse a file without a checksum, as older versions wrote it.
         may_be_link: follow a symbolic link.
     """
     computed, written = checksum(path, may_be_link=may_be_link)
-    if written is not None and written != computed:
+    if written is None:
+        raise ValueError("it has no checksum")
+    if written != computed:
         raise ValueError("its content does not match its checksum")
     try:
         with safe_open(path, framework="pt") as content:
-            metadata = content.metadata()
-            # a sealed file names its format too, so that a damaged entry "crc32" is not mistaken for an old file
-            if written is None and (must_be_sealed or metadata.get("format", "1") != "1"):
-                raise ValueError("it has no checksum")
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-            return decode(metadata["state"], tensors)
+            return decode(content.metadata()["state"], tensors)
     except (SafetensorError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def safetensors_parts(
-    tensors: Tensors, metadata: dict[str, str] | None = None, *, dtype: str | None = None, is_sealed: bool = False
-) -> Iterator[bytes | memoryview]:
+def safetensors_parts(tensors: Tensors, metadata: dict[str, str], *, dtype: str | None = None) -> Iterator[bytes | memoryview]:
     """The parts of a safetensors file, header first: one tensor on the host at a time, without a copy if it is there.
 
     The package's own writer copies everything twice. At each draw of a large model that costs time, and memory that the
-    allocator never returns. `dtype` is for floating-point tensors. A sealed file has space for its own checksum, which
+    allocator never returns. `dtype` is for floating-point tensors. The header has space for the file's own checksum, which
     `write_parts` fills in.
     """
-    if is_sealed:
-        metadata = {"crc32": "0" * 8, "format": "2", **(metadata or {})}
     kinds = {name: stored_dtype(x, dtype) for name, x in tensors.items()}
     if (other := next((kind for kind in kinds.values() if kind not in _NAMES), None)) is not None:
         raise TypeError(f"a tensor of {other} cannot be stored.")
     order = sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))  # aligns numbers to their size
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    header: dict[str, Any] = {"__metadata__": {"crc32": "0" * 8, "format": "2", **metadata}}
     end = 0
     for name in order:
         begin, end = end, end + tensors[name].numel() * kinds[name].itemsize

@@ -12,9 +12,8 @@ A file appears under its name only when it is complete, and a draw exists once i
 is synced to disk before the next is begun: draw, index line, checkpoint. A run that was killed, even by power loss,
 therefore resumes from its checkpoint and repeats, bit for bit, whatever came after it.
 
-Every file has a checksum (format 1 had them for draws only; a run of format 1 stays one). Nothing that is read is
-trusted: file names follow from numbers, links and pipes are refused, and JSON is checked (`records.py`). There is no
-pickle.
+Every file has a checksum. Nothing that is read is trusted: file names follow from numbers, links and pipes are refused,
+and JSON is checked (`records.py`). There is no pickle.
 """
 
 from __future__ import annotations
@@ -129,11 +128,10 @@ class FolderStore(Store):
         if self.manifest["keep"] != "moments":
             # a lost index can be rebuilt from the draws; the time that one took is not part of it
             text = json.dumps({key: value for key, value in record.items() if key != "seconds"}, allow_nan=False)
-            metadata = {"record": text} if self.is_sealed else None
-            parts = safetensors_parts(tensors, metadata, dtype=self.manifest["dtype"], is_sealed=self.is_sealed)
+            parts = safetensors_parts(tensors, {"record": text}, dtype=self.manifest["dtype"])
             size, crc = atomic.replace_file(folder / draw_name(draw), parts)
             record = {**record, "file": draw_name(draw), "bytes": size, "crc32": crc}
-        atomic.append_line(folder / _INDEX, line_of(record, is_sealed=self.is_sealed))
+        atomic.append_line(folder / _INDEX, line_of(record))
         self._index.setdefault(chain, []).append(record)
 
     def commit(self, records: Sequence[Record], tensors: Tensors, state: dict[str, Any] | None) -> None:
@@ -157,7 +155,7 @@ class FolderStore(Store):
         try:
             if str(file) not in self._verified:
                 computed, written = checksum(file)
-                if computed != record["crc32"] or (written is None and self.is_sealed) or written not in (None, computed):
+                if not written == computed == record["crc32"]:
                     raise StoreCorrupt(f"'{file}' is damaged: its checksum is not the one in the index. {remedy}.")
             self._verified.add(str(file))
             with safe_open(file, framework="pt") as content:
@@ -202,7 +200,7 @@ class FolderStore(Store):
 
     def checkpoints(self, key: int | None) -> Checkpoints:
         """Of a chain, or (None) of all chains at once."""
-        return Checkpoints(self.path, key, self.manifest, is_sealed=self.is_sealed)
+        return Checkpoints(self.path, key, self.manifest)
 
     def save(self, key: int | None, state: dict[str, Any]) -> None:
         if key is not None:
@@ -270,15 +268,14 @@ class FolderStore(Store):
 
     def write_index(self, chain: int, records: list[Record]) -> None:
         """Replace the index of a chain."""
-        lines = [line_of(record, is_sealed=self.is_sealed) for record in records]
-        atomic.replace_file(self._folder(chain) / _INDEX, lines)
+        atomic.replace_file(self._folder(chain) / _INDEX, [line_of(record) for record in records])
         self._index[chain] = records
 
     def read_chain(self, chain: int) -> Lines:
         """The index of a chain as it is on disk, up to its first bad line."""
         file = self.path / f"chain-{chain}" / _INDEX
         with atomic.plain_files_only():
-            return read_lines(file, chain, is_sealed=self.is_sealed, has_files=self.manifest["keep"] != "moments")
+            return read_lines(file, chain, has_files=self.manifest["keep"] != "moments")
 
     def _read_index(self, writes: bool) -> None:
         """Read the index; again if its run, which keeps only the last draws, has dropped some in the meantime."""

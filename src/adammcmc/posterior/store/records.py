@@ -1,8 +1,8 @@
 """The JSON of a run folder, read without trust: `run.json` and the lines of the index.
 
-Since format 2 both have checksums: `run.json` in its entry "crc32" (of its text without that entry, keys sorted, no
-spaces), a line of the index in its last entry, "line_crc32" (of the line without it). An error is a `StoreCorrupt` or,
-for a line, a ValueError with the reason.
+Both have checksums: `run.json` in its entry "crc32" (of its text without that entry, keys sorted, no spaces), a line of
+the index in its last entry, "line_crc32" (of the line without it). An error is a `StoreCorrupt` or, for a line, a
+ValueError with the reason.
 """
 
 from __future__ import annotations
@@ -132,10 +132,9 @@ def _check_entries(found: dict[str, Any], checks: dict[str, Check], required: Co
 
 
 def manifest_text(manifest: dict[str, Any]) -> bytes:
-    """The content of `run.json`, with its checksum unless the run has format 1."""
+    """The content of `run.json`, with its checksum."""
     content = {"what": "a run of adammcmc", "format": FORMAT, **{k: v for k, v in manifest.items() if k != "crc32"}}
-    if content["format"] > 1:
-        content["crc32"] = _manifest_crc(content)
+    content["crc32"] = _manifest_crc(content)
     return json.dumps(content, indent=2, allow_nan=False).encode() + b"\n"
 
 
@@ -163,13 +162,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     number, versions = manifest["format"], manifest.get("versions")
     if not _is_positive(number):
         raise StoreCorrupt(f"'{file}' is damaged: its format is {number!r}, and must be an integer of at least 1.")
-    if number > FORMAT:
+    if number != FORMAT:
         version = versions.get("adammcmc", "?") if isinstance(versions, dict) else "?"
+        newer, older = ("a newer", "Update adammcmc"), ("an older", "Keep the version that made it, or run again")
+        age, remedy = newer if number > FORMAT else older
         raise StoreMismatch(
-            f"'{path}' has format {number} of a newer version of adammcmc ({version}); this one reads up to {FORMAT}. "
-            "Update adammcmc."
+            f"'{path}' has format {number} of {age} version of adammcmc ({version}); this one reads format {FORMAT}. {remedy}."
         )
-    if (number > 1 or "crc32" in manifest) and manifest.get("crc32") != _manifest_crc(manifest):
+    if manifest.get("crc32") != _manifest_crc(manifest):
         raise StoreCorrupt(f"'{file}' is damaged, or was edited by hand: its content does not match its checksum.")
     _check_manifest(manifest, path)
     return manifest
@@ -210,16 +210,14 @@ def draw_name(draw: int) -> str:
     return f"draw-{draw:06d}.safetensors"
 
 
-def line_of(record: Record, *, is_sealed: bool) -> bytes:
-    """A record as a line of the index, with its line end."""
+def line_of(record: Record) -> bytes:
+    """A record as a line of the index, with its checksum and line end."""
     text = json.dumps(record, allow_nan=False)
-    if is_sealed:
-        text = f'{text[:-1]}, "line_crc32": "{zlib.crc32(text.encode()):08x}"}}'
-    return text.encode() + b"\n"
+    return f'{text[:-1]}, "line_crc32": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
 
 
-def read_lines(file: Path, chain: int, *, is_sealed: bool, has_files: bool) -> Lines:
-    """The index of a chain up to its first bad line; sealed lines have checksums, and draws may have files."""
+def read_lines(file: Path, chain: int, *, has_files: bool) -> Lines:
+    """The index of a chain up to its first bad line; `has_files` says whether draws have files."""
     records: list[Record] = []
     try:
         descriptor = open_plain(file)
@@ -229,7 +227,7 @@ def read_lines(file: Path, chain: int, *, is_sealed: bool, has_files: bool) -> L
         if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
             return Lines(records, is_unfinished=True)
         try:
-            record = _read_line(line, is_sealed)
+            record = _read_line(line)
             check_record(record, chain, len(records), has_files)
         except ValueError as error:
             return Lines(records, f"'{file}' is damaged: line {len(records) + 1} {error}")
@@ -237,7 +235,7 @@ def read_lines(file: Path, chain: int, *, is_sealed: bool, has_files: bool) -> L
     return Lines(records)
 
 
-def read_good_lines(file: Path, chain: int, *, is_sealed: bool, has_files: bool) -> dict[int, Record]:
+def read_good_lines(file: Path, chain: int, *, has_files: bool) -> dict[int, Record]:
     """The records of all good lines of an index, by draw, wherever they are. Arguments as in `read_lines`."""
     found: dict[int, Record] = {}
     try:
@@ -248,7 +246,7 @@ def read_good_lines(file: Path, chain: int, *, is_sealed: bool, has_files: bool)
         if not line.endswith(b"\n"):
             break  # unfinished, or not an index
         with suppress(ValueError):
-            record = _read_line(line, is_sealed)
+            record = _read_line(line)
             check_record(record, chain, record.get("draw"), has_files)
             found.setdefault(record["draw"], record)
     return found
@@ -265,20 +263,16 @@ _SEAL_LENGTH = len(', "line_crc32": "00000000"}\n')
 _LINE_SEAL = re.compile(rb', "line_crc32": "([0-9a-f]{8})"\}\n')
 
 
-def _read_line(line: bytes, is_sealed: bool) -> Record:
-    if is_sealed:
-        if (seal := _LINE_SEAL.fullmatch(line, max(0, len(line) - _SEAL_LENGTH))) is None:
-            raise ValueError("has no checksum")
-        line = line[: seal.start()] + b"}"
-        if f"{zlib.crc32(line):08x}".encode() != seal[1]:
-            raise ValueError("does not match its checksum")
+def _read_line(line: bytes) -> Record:
+    if (seal := _LINE_SEAL.fullmatch(line, max(0, len(line) - _SEAL_LENGTH))) is None:
+        raise ValueError("has no checksum")
+    line = line[: seal.start()] + b"}"
+    if f"{zlib.crc32(line):08x}".encode() != seal[1]:
+        raise ValueError("does not match its checksum")
     try:
-        record = load_json(line)
+        return dict(load_json(line))  # JSON that ends with "}" is an object
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError("is not the record of a draw")
-    return record
 
 
 def check_record(record: Record, chain: int, draw: Any, has_files: bool) -> None:
