@@ -34,7 +34,6 @@ class GraphNumbers(Protocol):
 
     def replayed(self) -> AbstractContextManager[None]:
         """A context for one replay."""
-        ...
 
 
 class Body(NamedTuple):
@@ -64,78 +63,60 @@ class Replayable(Protocol):
     @property
     def fixed_data(self) -> bool:
         """Whether every batch is the same."""
-        ...
 
     @property
     def is_adapting(self) -> bool: ...
 
     def on_device(self) -> AbstractContextManager[Any]:
         """A context in which the chains' device is the current one."""
-        ...
 
     def same_layout(self) -> AbstractContextManager[Any]:
         """A context in which nobody touches the parameters."""
-        ...
 
     def layout(self) -> Any:
         """An object that is replaced when the parameters are."""
-        ...
 
     def token(self) -> tuple[Any, ...]:
         """Everything of which a change must be examined before the next replay; cheap to compare."""
-        ...
 
     def graph_key(self) -> Hashable:
         """What is compiled into a graph, so that another value requires another graph."""
-        ...
 
     def why_not_captured(self) -> str | None:
         """Why these chains cannot be captured."""
-        ...
 
     def is_replayable(self) -> bool:
         """Whether everything a graph takes for granted is known; if not, an ordinary step must come first."""
-        ...
 
     def check(self) -> None:
         """Raise if a chain froze."""
-        ...
 
     def before_step(self) -> None:
         """The host's checks before every step."""
-        ...
 
     def ordinary_step(self, loss: Any, batch: Any) -> Tensor:
         """One step without a graph."""
-        ...
 
     def graph_numbers(self, graph: torch.cuda.CUDAGraph) -> GraphNumbers | None:
         """The random numbers of the loss in this graph."""
-        ...
 
     def before_capture(self) -> None:
         """Allocate what must not lie in the graph's own memory."""
-        ...
 
     def in_graph(self, loss: Any, batch: Any, ring: Ring, numbers: GraphNumbers | None) -> Body:
         """One step on memory that stays where it is. Nothing in it may read a value."""
-        ...
 
     def after_capture(self, body: Body) -> Body:
         """Complete what could not be done during the capture."""
-        ...
 
     def before_replay(self, body: Body) -> None:
         """Move what ordinary steps left elsewhere to the places that the graph uses."""
-        ...
 
     def upload(self) -> None:
         """Send settings that have changed to the device."""
-        ...
 
     def after_replay(self, body: Body, ring: Ring) -> Tensor:
         """Count the step and watch its health. Returns its mean loss, (chains,)."""
-        ...
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
