@@ -25,7 +25,7 @@ browser:  # for the tests that look at the report; without one they are skipped
 		{ apt-get update && apt-get install --yes --no-install-recommends chromium; } >/dev/null 2>&1; } || \
 		echo "no Chromium: the report is not looked at in a browser"
 
-demo: .venv/installed  ## top tagging in small: train, sample, draw a picture (demo.png)
+demo: .venv/installed  ## top tagging on a small scale: train, sample, draw a picture (demo.png)
 	$(BIN)/adammcmc demo
 
 test: lint types docs browser .venv/installed  ## lint, types, docs and the tests

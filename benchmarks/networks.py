@@ -275,7 +275,7 @@ def measure(p: Problem, kernel: Kernel, initial: Tensor, gradients: int, per_ste
 
 
 def run_defaults(p: Problem, num_steps: int, seed: int = 0) -> dict[str, float]:
-    """`Underdamped` as a user has it: one chain in the optimizer's door, nothing tuned by hand."""
+    """`Underdamped` as a user has it: one chain in the optimizer API, nothing tuned by hand."""
     reference = load_reference(p.name)
     model = p.model()
     torch.nn.utils.vector_to_parameters(p.trained(1, seed=seed)[0], model.parameters())

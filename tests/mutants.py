@@ -747,7 +747,7 @@ MUTANTS = [
         "samplers/packing.py",
         "self._on_new(not before or same(before, params))",
         "self._on_new(True)",
-        "tests/test_doors.py tests/test_sampler.py tests/test_optimizer.py",
+        "tests/test_subsample_optimizers.py tests/test_sampler.py tests/test_optimizer.py",
     ),
     Mutant(
         "an adaptation with the layout of the fused step",

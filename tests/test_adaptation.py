@@ -21,7 +21,7 @@ from adammcmc import (
     warm_up,
 )
 from adammcmc.samplers.adaptation import Adaptation
-from tests.doors import X, Y, adam_mcmc, closure, mala, network, seeded, underdamped
+from tests.optimizers import X, Y, adam_mcmc, closure, mala, network, seeded, underdamped
 
 
 def gaussian(x: torch.Tensor) -> torch.Tensor:

@@ -123,7 +123,7 @@ def test_float32_data_keep_their_sums_in_float64() -> None:
 
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_million_rows_in_float32_are_off_by_less_than_a_thousandth(order: int) -> None:
-    """Y of a move of about one posterior sd, in both doors, against float64: sums over chunks are kept in float64."""
+    """Y of a move of about one posterior sd, in both APIs, against float64: sums over chunks are kept in float64."""
     n = 1_000_000
     x = torch.randn(n, 2, generator=torch.Generator().manual_seed(0))
     y = torch.where(torch.rand(n, generator=torch.Generator().manual_seed(1)) < torch.sigmoid(x[:, 0]), 1.0, -1.0)
@@ -144,11 +144,11 @@ def test_a_million_rows_in_float32_are_off_by_less_than_a_thousandth(order: int)
         examples=TensorExamples(losses, x, y),
     )
     sampler.use_control_variate(order)
-    door = sampler.network.potential([lambda: losses(x[:1], y[:1])], None, None)
+    optimizer = sampler.network.potential([lambda: losses(x[:1], y[:1])], None, None)
     density = DataDensity(logistic, x, y, batch_size=1, control_variate=ControlVariate(at, order))
     changes = logistic(there.double(), x.double(), y.double()) - logistic(here.double(), x.double(), y.double())
     foreseen = float(taylor(at.double(), here.double(), there.double(), x.double(), y.double(), order))
-    for potential in (door, density):
+    for potential in (optimizer, density):
         move = tuple((point.view(1, 2).clone(),) for point in (here, there))
         assert potential.control is not None
         known = float(potential.control.total(*move))

@@ -1,4 +1,4 @@
-"""Corrected stochastic MALA: its chain on pairs is exact, its marginal is the documented one, in every door."""
+"""Corrected stochastic MALA: its chain on pairs is exact, its marginal is the documented one, in every API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from adammcmc.kernels.kernel import ChainState, Info
 from adammcmc.target.density import Density
 from adammcmc.target.leaves import Leaves
 from adammcmc.target.potential import Evaluation, potential_difference
-from tests.doors import X, Y, network, same, seeded, weights
+from tests.optimizers import X, Y, network, same, seeded, weights
 
 
 class Location:
@@ -277,7 +277,7 @@ def test_a_density_has_no_examples() -> None:
         adammcmc.sample_density(lambda x: -x.square().sum(1), torch.zeros(3, 1), kernel, num_steps=2)
 
 
-# --- the other doors ------------------------------------------------------------------------------------------------
+# --- the other APIs ------------------------------------------------------------------------------------------------
 
 
 def examples_of(model: nn.Module, rows: int = 12) -> TensorExamples:
@@ -291,7 +291,7 @@ def optimizer(model: nn.Module, **options) -> CorrectedMALA:  # type: ignore[no-
 
 
 def test_a_data_density_makes_the_same_chain() -> None:
-    """The functional door: many chains, each with a batch of its own."""
+    """The functional API: many chains, each with a batch of its own."""
     target = DataDensity(lambda p, x: torch.log(torch.cosh(p - x)), DATA, prior=Gaussian(2.0), batch_size=1)
     kernel, potential = kernels.corrected_mala(0.15, 0.4), Location(DATA)
     start = torch.linspace(-1, 1, 30, dtype=torch.float64)[:, None]

@@ -1,4 +1,4 @@
-"""The functional door with examples: invariance from exact draws for every test, with and without a control variate.
+"""The functional API with examples: invariance from exact draws for every test, with and without a control variate.
 
 The target is a location with a log-cosh loss on heavy-tailed data, whose distribution function is known from a grid.
 """

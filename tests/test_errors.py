@@ -27,7 +27,7 @@ from adammcmc import (
     TensorExamples,
     UniformBox,
 )
-from tests.doors import DOORS, X, Y, adam_mcmc, closure, full_data, mala, network, same, seeded, sgd_mcmc, weights
+from tests.optimizers import OPTIMIZERS, X, Y, adam_mcmc, closure, full_data, mala, network, same, seeded, sgd_mcmc, weights
 
 # --- errors ---------------------------------------------------------------------------------------------------------
 
@@ -141,10 +141,10 @@ def test_fixed_data_that_are_not_fixed_are_refused() -> None:
         mala(model, fixed_data=True).step(lambda: F.cross_entropy(model(X[:16]), Y[:16], reduction="none"))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_copies_and_pickles_continue_like_the_original(door: str) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_copies_and_pickles_continue_like_the_original(optimizer: str) -> None:
     model = network()
-    sampler = DOORS[door](model, sigma=1e-3, sigma_along=3.0)
+    sampler = OPTIMIZERS[optimizer](model, sigma=1e-3, sigma_along=3.0)
     CosineAnnealingLR(sampler, T_max=100)  # wraps sampler.step
     for _ in range(3):
         sampler.step(closure(model))
@@ -157,7 +157,7 @@ def test_copies_and_pickles_continue_like_the_original(door: str) -> None:
         assert same(weights(other_model), weights(twin_model))
         assert not same(weights(other_model), weights(model))
         assert other.num_steps == 8
-        assert repr(other).startswith(door)
+        assert repr(other).startswith(optimizer)
 
 
 def test_a_dtype_change_between_steps_is_followed() -> None:
@@ -344,10 +344,11 @@ def test_nothing_to_sample_is_refused() -> None:
         adam_mcmc(model)
 
 
-@pytest.mark.parametrize("door", [door for door in DOORS if door != "ExactAdamMCMC"])  # with fixed data it meets none
-def test_a_nan_loss_freezes_the_chain_and_names_the_step(door: str) -> None:
+# ExactAdamMCMC has fixed data, and meets none
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "ExactAdamMCMC"])
+def test_a_nan_loss_freezes_the_chain_and_names_the_step(optimizer: str) -> None:
     model = network()
-    sampler = DOORS[door](model)
+    sampler = OPTIMIZERS[optimizer](model)
     for _ in range(3):
         sampler.step(closure(model))
     before, state = weights(model), copy.deepcopy(sampler.state_dict()["state"])
@@ -361,7 +362,7 @@ def test_a_nan_loss_freezes_the_chain_and_names_the_step(door: str) -> None:
             for key in state[index]:
                 assert torch.equal(torch.as_tensor(state[index][key]), torch.as_tensor(after[index][key])), "moments stay clean"
         sampler.unfreeze()
-    DOORS[door](model).step(lambda: closure(model)() * math.nan)  # at the very first step, too
+    OPTIMIZERS[optimizer](model).step(lambda: closure(model)() * math.nan)  # at the very first step, too
     sampler.step(closure(model))
 
 

@@ -1,4 +1,4 @@
-"""The exact samplers of the optimizer's door: the same chains as the functional door, resumed bit for bit, on closed forms."""
+"""The exact samplers of the optimizer API: the same chains as the functional API, resumed bit for bit, on closed forms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from adammcmc import (
     kernels,
     sample_density,
 )
-from tests.doors import X, Y, adam_mcmc, closure, exact_adam, mala, network, same, seeded, underdamped, weights
+from tests.optimizers import X, Y, adam_mcmc, closure, exact_adam, mala, network, same, seeded, underdamped, weights
 
 WIDE = UniformBox(-1e9, 1e9)
 
@@ -42,7 +42,7 @@ def skewed(x: torch.Tensor) -> torch.Tensor:
     [{}, {"friction": 1.0}, {"num_leapfrog": 3}, {"persistent_uniform": False}, {"acceptance": AlwaysAccept()}],
     ids=str,
 )
-def test_underdamped_is_the_same_chain_in_both_doors(options: dict, dtype: torch.dtype) -> None:  # type: ignore[type-arg]
+def test_underdamped_is_the_same_chain_in_both_apis(options: dict, dtype: torch.dtype) -> None:  # type: ignore[type-arg]
     p = nn.Parameter(torch.full((7,), 0.1, dtype=dtype))
     sampler = Underdamped([p], 0.6, num_data=1, prior=WIDE, fixed_data=True, generator=seeded(), **options)
     path, ratios = [], []
@@ -58,7 +58,7 @@ def test_underdamped_is_the_same_chain_in_both_doors(options: dict, dtype: torch
         assert 0 < int(info.is_accepted.sum()) < 40
 
 
-def test_exact_adam_is_the_same_chain_in_both_doors() -> None:
+def test_exact_adam_is_the_same_chain_in_both_apis() -> None:
     p = nn.Parameter(torch.full((7,), 0.1, dtype=torch.float64))
     options = {"sigma": 0.3, "sigma_along": 1.0, "momentum_spread": (1.5, 3.0)}
     sampler = ExactAdamMCMC([p], 0.2, num_data=1, prior=WIDE, fixed_data=True, generator=seeded(), **options)
@@ -105,7 +105,7 @@ def test_a_burn_in_is_resumed_bit_for_bit(make) -> None:  # type: ignore[no-unty
 
 @pytest.mark.parametrize("which", ["fixed data", "full data, minibatch gradients", "hmc", "microcanonical"])
 def test_linear_regression_has_its_closed_form(which: str) -> None:
-    """A posterior that is Gaussian: mean and covariance within Monte Carlo error, from the optimizer's door."""
+    """A posterior that is Gaussian: mean and covariance within Monte Carlo error, from the optimizer API."""
     generator = torch.Generator().manual_seed(4)
     inputs = torch.randn(50, 3, dtype=torch.float64, generator=generator)
     targets = inputs @ torch.tensor([1.0, -0.5, 0.2], dtype=torch.float64) + 0.5 * torch.randn(
@@ -186,7 +186,7 @@ def test_what_a_step_costs() -> None:
     assert len(calls) == 13
 
 
-def test_exact_doors_refuse_what_would_not_be_exact() -> None:
+def test_exact_optimizers_refuse_what_would_not_be_exact() -> None:
     model = network()
     with pytest.raises(ValueError, match="ExactAdamMCMC needs fixed_data=True"):
         exact_adam(model, fixed_data=False)

@@ -122,7 +122,7 @@ def test_a_step_does_not_wait_for_the_device(which: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_two_doors_agree_bit_for_bit(dtype: torch.dtype) -> None:
+def test_the_two_apis_agree_bit_for_bit(dtype: torch.dtype) -> None:
     p = nn.Parameter(torch.full((5000,), 0.1, dtype=dtype, device="cuda"))
 
     def log_density(x: torch.Tensor) -> torch.Tensor:
@@ -385,7 +385,7 @@ def test_a_run_that_stopped_in_burn_in_goes_on(num_chains: int, tmp_path: Path) 
     assert len(posterior) == 2 * num_chains
 
 
-# --- the one-call door ----------------------------------------------------------------------------------------------------
+# --- the one-call API ----------------------------------------------------------------------------------------------------
 
 
 class Interrupt(Callback):

@@ -30,7 +30,7 @@ from adammcmc import (
 from adammcmc.samplers.diagnostics import ess_bulk
 from adammcmc.samplers.health import _effective_draws, beta_eff, read_health
 from adammcmc.samplers.running_sums import RunningSums
-from tests.doors import X, Y, network, seeded
+from tests.optimizers import X, Y, network, seeded
 
 
 def run(sampler: Sampler, loss, num_steps: int) -> Health:  # type: ignore[no-untyped-def]

@@ -28,7 +28,7 @@ from adammcmc import (
     sample,
 )
 from adammcmc.posterior.report import write_report
-from tests.doors import X, Y, network, seeded
+from tests.optimizers import X, Y, network, seeded
 from tests.test_health import free, kinds, per_example, run
 
 GENERATOR = torch.Generator().manual_seed(0)

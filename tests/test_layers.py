@@ -27,7 +27,7 @@ from adammcmc import (
     sample,
     sample_density,
 )
-from tests.doors import DOORS, X, Y, seeded
+from tests.optimizers import OPTIMIZERS, X, Y, seeded
 
 
 def network(dropout: float = 0.3, norm: bool = True) -> nn.Sequential:
@@ -56,11 +56,11 @@ class Recorder(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("door", [door for door in DOORS if door != "ExactAdamMCMC"])
-def test_both_sides_of_a_step_see_the_same_mask(door: str) -> None:
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "ExactAdamMCMC"])
+def test_both_sides_of_a_step_see_the_same_mask(optimizer: str) -> None:
     recorder = Recorder()
     model = nn.Sequential(nn.Linear(5, 40), nn.Dropout(0.5), recorder, nn.Linear(40, 3)).train()
-    sampler = DOORS[door](model)
+    sampler = OPTIMIZERS[optimizer](model)
     masks = []
     for _ in range(4):
         recorder.seen.clear()
@@ -82,10 +82,10 @@ def test_evaluations_at_one_point_agree_bit_for_bit() -> None:
         assert float(sampler.info.proposed_loss) == float(sampler.info.loss)
 
 
-@pytest.mark.parametrize("door", [door for door in DOORS if door != "ExactAdamMCMC"])
-def test_a_rejection_restores_every_parameter_and_buffer_bit_for_bit(door: str) -> None:
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "ExactAdamMCMC"])
+def test_a_rejection_restores_every_parameter_and_buffer_bit_for_bit(optimizer: str) -> None:
     model = network()
-    sampler = DOORS[door](model, sigma=0.2)
+    sampler = OPTIMIZERS[optimizer](model, sigma=0.2)
     counts = {True: 0, False: 0}
     for _ in range(40):
         before, tracked = everything(model), int(model[1].num_batches_tracked)
@@ -440,7 +440,7 @@ def test_a_buffer_that_starts_to_move_later_is_put_back_too(rests: int) -> None:
 @pytest.mark.filterwarnings("ignore:burn-in reached")
 def test_the_pilot_of_the_exact_chain_leaves_no_trace() -> None:
     model = network(dropout=0.0)
-    sampler = DOORS["ExactAdamMCMC"](model, burn_in=60)
+    sampler = OPTIMIZERS["ExactAdamMCMC"](model, burn_in=60)
     for _ in range(70):
         before, tracked = everything(model), int(model[1].num_batches_tracked)
         sampler.step(lambda: F.cross_entropy(model(X), Y))

@@ -1,4 +1,4 @@
-"""The optimizer's door: the same chain as the functional door, bit for bit, on the right target."""
+"""The optimizer's optimizer: the same chain as the functional API, bit for bit, on the right target."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from adammcmc import (
     kernels,
     sample_density,
 )
-from tests.doors import DOORS, X, Y, adam_mcmc, closure, full_data, mala, network, same, seeded, weights
+from tests.optimizers import OPTIMIZERS, X, Y, adam_mcmc, closure, full_data, mala, network, same, seeded, weights
 
-# --- one mathematics behind two doors -------------------------------------------------------------------------------
+# --- one mathematics behind two optimizers -------------------------------------------------------------------------------
 
 
 def skewed(x: torch.Tensor) -> torch.Tensor:
@@ -34,17 +34,17 @@ def skewed(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dim", [3, 40_001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("door", ["AdamMCMC", "MALA", "OptimizerMCMC"])
-def test_the_two_doors_agree_bit_for_bit(door: str, dtype: torch.dtype, dim: int) -> None:
-    """Also where the optimizer's door works in place and block by block (dim is more than a block, and no multiple of 16)."""
+@pytest.mark.parametrize("optimizer", ["AdamMCMC", "MALA", "OptimizerMCMC"])
+def test_the_two_apis_agree_bit_for_bit(optimizer: str, dtype: torch.dtype, dim: int) -> None:
+    """Also where the optimizer API works in place and block by block (dim is more than a block, and no multiple of 16)."""
     scale = 1 / math.sqrt(dim)
     options = {"sigma": 0.5 * scale, "sigma_along": 1.5}
     p = nn.Parameter(torch.full((dim,), 0.1, dtype=dtype))
     common = {"num_data": 1, "generator": seeded(), "fixed_data": True}
-    if door == "AdamMCMC":
+    if optimizer == "AdamMCMC":
         sampler: Sampler = AdamMCMC([p], lr=0.1 * scale, **options, **common)
         kernel = kernels.adam_mcmc(0.1 * scale, **options)
-    elif door == "MALA":
+    elif optimizer == "MALA":
         step_size = 3 * scale ** (2 / 3)
         sampler = MALA([p], step_size, prior=UniformBox(-1e9, 1e9), sigma_along=0.5, **common)
         kernel = kernels.mala(step_size, sigma_along=0.5)
@@ -62,8 +62,8 @@ def test_the_two_doors_agree_bit_for_bit(door: str, dtype: torch.dtype, dim: int
     assert 0 < int(info.is_accepted.sum()) < 30
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_split_is_unsplit_bit_for_bit(door: str) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_split_is_unsplit_bit_for_bit(optimizer: str) -> None:
     """Save to bytes, load into a fresh model and sampler, go on: the same weights, state and random numbers."""
 
     def run(model: nn.Module, sampler: Sampler, steps: range) -> None:
@@ -71,14 +71,14 @@ def test_split_is_unsplit_bit_for_bit(door: str) -> None:
             sampler.step(closure(model, slice(None) if sampler.fixed_data else slice(k % 4 * 16, k % 4 * 16 + 16)))
 
     model = network()
-    sampler = DOORS[door](model)
+    sampler = OPTIMIZERS[optimizer](model)
     run(model, sampler, range(10))
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "sampler": sampler.state_dict()}, file)
     run(model, sampler, range(10, 25))
 
     other = network()
-    resumed = DOORS[door](other, generator=seeded(999))
+    resumed = OPTIMIZERS[optimizer](other, generator=seeded(999))
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     other.load_state_dict(saved["model"])
@@ -106,7 +106,7 @@ def test_no_noise_and_always_accept_is_torch_adam() -> None:
 
 def test_a_step_calls_the_closure_as_often_as_it_says() -> None:
     """Algorithm 1: current and proposed. Fixed data: proposed only (and three calls for the start and two checks)."""
-    for door, options, calls in (
+    for optimizer, options, calls in (
         (adam_mcmc, {}, 20),
         (adam_mcmc, {"fixed_data": True}, 13),
         (adam_mcmc, {"acceptance": AlwaysAccept()}, 10),
@@ -114,7 +114,7 @@ def test_a_step_calls_the_closure_as_often_as_it_says() -> None:
         (mala, {"fixed_data": True}, 13),
     ):
         model = network()
-        sampler = door(model, **options)
+        sampler = optimizer(model, **options)
         count = 0
 
         def counted() -> torch.Tensor:
@@ -124,7 +124,7 @@ def test_a_step_calls_the_closure_as_often_as_it_says() -> None:
 
         for _ in range(10):
             sampler.step(counted)
-        assert count == calls, (door, options)
+        assert count == calls, (optimizer, options)
 
 
 # --- the target's units ---------------------------------------------------------------------------------------------
@@ -231,14 +231,14 @@ def test_full_data_decides_on_all_examples_whatever_the_batch() -> None:
     assert 0 < float(sampler.mean_acceptance_rate) <= 1
 
 
-@pytest.mark.parametrize("door", ["AdamMCMC", "MALA"])
-def test_early_rejection_is_the_same_chain(door: str) -> None:
+@pytest.mark.parametrize("optimizer", ["AdamMCMC", "MALA"])
+def test_early_rejection_is_the_same_chain(optimizer: str) -> None:
     """Same decisions, fewer examples."""
     paths, used = [], []
     for early in (False, True):
         model = network(torch.float64)
-        size = {"sigma": 0.3, "inverse_temperature": 0.3} if door == "AdamMCMC" else {"step_size": 2e-2}
-        sampler = DOORS[door](model, **size, **full_data(model, chunk_size=4, early_rejection=early))
+        size = {"sigma": 0.3, "inverse_temperature": 0.3} if optimizer == "AdamMCMC" else {"step_size": 2e-2}
+        sampler = OPTIMIZERS[optimizer](model, **size, **full_data(model, chunk_size=4, early_rejection=early))
         path = []
         for k in range(60):
             sampler.step(closure(model, slice(k % 4 * 16, k % 4 * 16 + 16)))

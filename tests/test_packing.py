@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import adammcmc
 from adammcmc import AdamMCMC, FullData, Gaussian, Prior, Sampler, TensorExamples, Underdamped
 from adammcmc.samplers.packing import Packing, padding_rows
-from tests.doors import DOORS, seeded
+from tests.optimizers import OPTIMIZERS, seeded
 
 X = torch.randint(6, (40, 4), generator=seeded(1))
 Y = torch.randint(3, (40,), generator=seeded(2))
@@ -72,7 +72,7 @@ def test_which_rows_are_padding() -> None:
     assert padding_rows([*model.modules(), tied]) == {id(bag.weight): {4}}
 
 
-@pytest.mark.parametrize("name", [*DOORS, "AdamMCMC, not fused", "MALA, Laplace", "Underdamped, full data"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "AdamMCMC, not fused", "MALA, Laplace", "Underdamped, full data"])
 def test_padding_rows_stay_as_they_are(name: str) -> None:
     """P = 6 * 3 - 3 + 12, every other weight moves, and a flat direction is not counted in the temperature."""
     model = Words()
@@ -84,7 +84,7 @@ def test_padding_rows_stay_as_they_are(name: str) -> None:
     if "full data" in name:
         examples = TensorExamples(lambda x, y: F.cross_entropy(model(x), y, reduction="none"), X, Y)
         options |= {"fixed_data": False, "acceptance": FullData(), "examples": examples}
-    sampler = DOORS[name.split(",")[0]](model, **options)
+    sampler = OPTIMIZERS[name.split(",")[0]](model, **options)
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(30):
         sampler.step(closure(model))
@@ -130,7 +130,7 @@ def test_a_state_goes_on_bit_for_bit_and_fused_says_no(monkeypatch: pytest.Monke
     model = Words()
 
     def make(model: nn.Module) -> Sampler:
-        return DOORS["AdamMCMC"](model, fixed_data=True, num_data=40, burn_in=30)
+        return OPTIMIZERS["AdamMCMC"](model, fixed_data=True, num_data=40, burn_in=30)
 
     first = make(model)
     for _ in range(10):

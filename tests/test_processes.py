@@ -18,13 +18,13 @@ from torch import nn
 import adammcmc
 from adammcmc import ManyProcesses
 from adammcmc.samplers.processes import check_one_process
-from tests.doors import DOORS, X, Y, adam_mcmc, closure, network
+from tests.optimizers import OPTIMIZERS, X, Y, adam_mcmc, closure, network
 
 RANK = """
 import sys, torch, torch.distributed as dist, torch.nn.functional as F
 import adammcmc
 from adammcmc import ManyProcesses
-from tests.doors import X, Y, adam_mcmc, closure, network, underdamped
+from tests.optimizers import X, Y, adam_mcmc, closure, network, underdamped
 
 model = network()
 early = adam_mcmc(model)
@@ -77,8 +77,8 @@ def alone(tmp_path: Path) -> Iterator[None]:
 def test_a_group_of_one_samples_but_not_through_ddp() -> None:
     model = network()
     wrapped = nn.parallel.DistributedDataParallel(model)
-    for door in DOORS.values():
-        door(model, fixed_data=True).step(closure(model))
+    for optimizer in OPTIMIZERS.values():
+        optimizer(model, fixed_data=True).step(closure(model))
     with pytest.raises(ManyProcesses, match=r"model\.module"):
         adammcmc.sample(wrapped, (X, Y), F.cross_entropy, num_draws=1)
     with pytest.raises(ManyProcesses, match="DistributedDataParallel"):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import adammcmc
 from adammcmc import AlwaysAccept, FullData, Gaussian, StochasticClosure, TensorExamples, Underdamped
 from adammcmc.target.resolution import agree, roughness, spacing
-from tests.doors import DOORS, X, Y, adam_mcmc, closure, network, seeded, underdamped
+from tests.optimizers import OPTIMIZERS, X, Y, adam_mcmc, closure, network, seeded, underdamped
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 1.0, 30.0])
@@ -54,17 +54,17 @@ def shifted(model: nn.Module, kind: str = "mean") -> Any:
     return loss
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_float32_mean_with_too_few_digits_is_warned_of(name: str) -> None:
     model = network()
     options: dict[str, Any] = {"fixed_data": True, "num_data": 20_000}
-    sampler = DOORS[name](model, **options)
+    sampler = OPTIMIZERS[name](model, **options)
     with pytest.warns(UserWarning, match="U is known to about 1.2 nats only") as caught:
         sampler.step(shifted(model))
     assert caught[0].filename == __file__
     assert "U is known to about 1.2 nats only (spacing of float32 mean losses)" in sampler.describe()
     sampler.step(shifted(model))  # said once
-    other = DOORS[name](copy.deepcopy(model), **options)
+    other = OPTIMIZERS[name](copy.deepcopy(model), **options)
     other.load_state_dict(sampler.state_dict())
     assert "U is known to about 1.2 nats only" in other.describe()
 
@@ -149,11 +149,11 @@ def test_measuring_changes_no_chain_and_full_data_are_measured_on_all_examples()
 
 @pytest.mark.parametrize("size", [1e-4, 1e-6])
 def test_random_numbers_under_fixed_data_are_refused_however_small(size: float) -> None:
-    for door in ("Underdamped", "ExactAdamMCMC"):
+    for optimizer in ("Underdamped", "ExactAdamMCMC"):
         model = network()
         loss = closure(model)
         with pytest.raises(StochasticClosure, match="the loss draws random numbers"):
-            DOORS[door](model, fixed_data=True).step(lambda loss=loss: loss() + size * torch.randn(()))
+            OPTIMIZERS[optimizer](model, fixed_data=True).step(lambda loss=loss: loss() + size * torch.randn(()))
 
 
 def test_noise_that_is_none_of_torchs_is_judged_in_nats() -> None:

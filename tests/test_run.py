@@ -1,4 +1,4 @@
-"""The one-call door: a known answer through the whole road, every sampler and source, and errors that say what to do."""
+"""The one-call API: a known answer through the whole road, every sampler and source, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_every_source_gives_the_same_draws() -> None:
 
 
 def test_the_door_is_the_training_loop() -> None:
-    """sample = the optimizer's door by hand, bit for bit."""
+    """sample = the optimizer API by hand, bit for bit."""
     model = network()
     posterior = sample(model, (X, Y), F.cross_entropy, sampler=ALGORITHM_1, **SHORT)
     from adammcmc.target.data import derive_seed

@@ -16,15 +16,15 @@ from adammcmc import (
     AlwaysAccept,
     Gaussian,
 )
-from tests.doors import DOORS, X, Y, adam_mcmc, closure, mala, network, same, seeded, underdamped, weights
+from tests.optimizers import OPTIMIZERS, X, Y, adam_mcmc, closure, mala, network, same, seeded, underdamped, weights
 
 # --- torch's contract -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_rejection_restores_the_weights_bit_for_bit(door: str) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_rejection_restores_the_weights_bit_for_bit(optimizer: str) -> None:
     model = network()
-    sampler = DOORS[door](model, sigma=0.05)
+    sampler = OPTIMIZERS[optimizer](model, sigma=0.05)
     rejected = accepted = 0
     for _ in range(30):
         before = weights(model)
@@ -129,10 +129,10 @@ def test_the_ratio_with_groups_is_that_of_one_gaussian() -> None:
     assert float(sampler.info.log_q_ratio) == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_learning_rate_schedulers_drive_the_sampler(door: str) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_learning_rate_schedulers_drive_the_sampler(optimizer: str) -> None:
     model = network()
-    sampler = DOORS[door](model)
+    sampler = OPTIMIZERS[optimizer](model)
     scheduler = CosineAnnealingLR(sampler, T_max=10)
     rate = sampler.param_groups[0]["lr"]
     for _ in range(5):
@@ -175,11 +175,11 @@ def test_a_parameter_that_the_loss_does_not_reach_is_sampled_from_its_prior() ->
     assert unused.detach().abs().max() > 0
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_weights_of_every_precision(door: str, dtype: torch.dtype) -> None:
+def test_weights_of_every_precision(optimizer: str, dtype: torch.dtype) -> None:
     model = network(dtype)
-    sampler = DOORS[door](model, sigma=0.02)
+    sampler = OPTIMIZERS[optimizer](model, sigma=0.02)
     for _ in range(20):
         sampler.step(closure(model))
     assert all(p.dtype == dtype for p in model.parameters())
@@ -247,10 +247,10 @@ def test_gradients_accumulate_over_micro_batches() -> None:
     torch.testing.assert_close(results[0], results[2], rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_closures_that_call_backward_are_seen_and_their_gradient_stays(door: str) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_closures_that_call_backward_are_seen_and_their_gradient_stays(optimizer: str) -> None:
     model = network()
-    sampler = DOORS[door](model)
+    sampler = OPTIMIZERS[optimizer](model)
 
     def lbfgs_style() -> torch.Tensor:
         sampler.zero_grad()
@@ -263,7 +263,7 @@ def test_closures_that_call_backward_are_seen_and_their_gradient_stays(door: str
     for p, g in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, g)
     plain_model = network()
-    plain = DOORS[door](plain_model)
+    plain = OPTIMIZERS[optimizer](plain_model)
     plain.step(closure(plain_model))
     assert same(weights(model), weights(plain_model))
 

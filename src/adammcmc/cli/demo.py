@@ -61,7 +61,7 @@ def run_demo(output: Path, *, epochs: int = 8, gap: int = 20, num_draws: int = 1
         output.with_suffix(".html"),
         tagger.data(test),
         names=[f"{LABELS['top' if kind else 'qcd']} jet {i}" for i, kind in enumerate(test.kind.tolist())],
-        title="Top tagging in small: ParticleNet-Lite, AdamMCMC",
+        title="Top tagging on a small scale: ParticleNet-Lite, AdamMCMC",
     )
     say(f"Figure: {output}, after {time.monotonic() - began:.0f} s. Next: `adammcmc jets --help`, docs/jets.md.")
     say(f"[bold]Report[/]: {page.resolve().as_uri()}")

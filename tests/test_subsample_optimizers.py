@@ -1,4 +1,4 @@
-"""The tests on subsamples in the optimizer's door: closures, examples, control variates, what is refused."""
+"""The tests on subsamples in the optimizer API: closures, examples, control variates, what is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from adammcmc import (
     sample,
 )
 from adammcmc.acceptance import ClampedLoss, DerivativeBound, beta_eff, last_layer_bound, logistic_bound
-from tests.doors import DOORS, X, Y, closure, mala, network, same, seeded, weights
+from tests.optimizers import OPTIMIZERS, X, Y, closure, mala, network, same, seeded, weights
 
 
 def examples(model: nn.Module) -> TensorExamples:
@@ -54,14 +54,14 @@ CHOOSY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("door", [door for door in DOORS if door != "ExactAdamMCMC"])
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "ExactAdamMCMC"])
 @pytest.mark.parametrize("name", CHOOSY)
-def test_every_test_runs_in_every_door(name: str, door: str) -> None:
+def test_every_test_runs_with_every_optimizer(name: str, optimizer: str) -> None:
     model = network(torch.float64)
     options = {"inverse_temperature": 0.5, "acceptance": CHOOSY[name], "examples": examples(model)}
     if name == "tuna":  # no loss moves by as much as 3, and L must be small
         options["inverse_temperature"] = 0.05
-    sampler = DOORS[door](model, **options)
+    sampler = OPTIMIZERS[optimizer](model, **options)
     before, used = weights(model), []
     for k in range(12):
         rows = slice(k % 4 * 16, k % 4 * 16 + 16)

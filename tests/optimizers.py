@@ -1,4 +1,4 @@
-"""A small network, its closure, and the optimizers with settings that work: shared by the tests of the optimizer's door."""
+"""A small network, its closure, and the optimizers with settings that work: shared by the tests of the optimizer API."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def as_released(model: nn.Module, **options) -> AsReleased:  # type: ignore[no-u
     return AsReleased(model.parameters(), **(settings | options))
 
 
-DOORS = {
+OPTIMIZERS = {
     "AdamMCMC": adam_mcmc,
     "MALA": mala,
     "OptimizerMCMC": sgd_mcmc,
