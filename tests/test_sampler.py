@@ -166,6 +166,20 @@ def test_a_group_can_be_added_and_a_layer_unfrozen_on_the_way() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(frozen, weights(model), strict=True))
 
 
+def test_other_parameters_start_the_self_tests_anew() -> None:
+    """Sums by layer do not fit them. The same parameters in other memory go on."""
+    model = network()
+    sampler = adam_mcmc(model)
+    for _ in range(3):
+        sampler.step(closure(model))
+    model[0].weight.data = model[0].weight.data.clone()
+    sampler.step(closure(model))
+    assert sampler.health().num_steps == 4
+    model[2].bias.requires_grad_(False)
+    sampler.step(closure(model))
+    assert sampler.health().num_steps == 1
+
+
 def test_a_parameter_that_the_loss_does_not_reach_is_sampled_from_its_prior() -> None:
     model = network()
     unused = nn.Parameter(torch.zeros(50))
