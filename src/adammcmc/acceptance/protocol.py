@@ -1,4 +1,7 @@
-"""The protocol of acceptance tests: what a test can evaluate about a proposed move, and the verdict it returns."""
+"""The protocol of acceptance tests: what a test can evaluate about a proposed move, and the verdict it returns.
+
+A new test is a file beside this one, exported in `acceptance/__init__.py`; `docs/acceptance.md` has a whole one.
+"""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ _FILLED = ("params", "num_data", "generator", "examples", "fixed_data", "prior",
 
 @cache
 def named_things(section: str) -> dict[str, Callable[..., Any]]:
-    """The objects that [sampler], [prior], [acceptance] and [burn_in] may name. New classes of the library appear here."""
+    """The objects that [sampler], [prior], [acceptance] and [burn_in] may name. New samplers and tests appear by themselves."""
     import adammcmc
     from adammcmc.samplers.sampler import Sampler
 

@@ -1,4 +1,8 @@
-"""One transition of the chains, as a pure function: what a state is, what is reported, and how a step is settled."""
+"""One transition of the chains, as a pure function: what a state is, what is reported, and how a step is settled.
+
+A new kernel is a file beside this one (`langevin.py` is the shortest), exported in `kernels/__init__.py`. Its optimizer is a
+class in `samplers/`, as in `samplers/exact.py`.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,9 @@ that is N(theta - u, D + sigma_along^2 u u'), the paper's eq. (4) and (8). There
 one for each weight the covariance would be diagonal, not prolate. The log density ratios follow from dot products of
 whitened vectors, by the Sylvester identity and the Sherman-Morrison formula (eq. (5) and (6)); two densities are never
 evaluated and subtracted, which at P = 1e6 in float32 loses every digit.
+
+On a GPU `backends/triton_adam.py` repeats `Prolate` and `Elementwise`: change both. Kernels with a velocity draw their noise in
+`hamiltonian.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The columns of the tables in summaries and reports: headings, and the plain text of each cell. To add one, add a line."""
+"""Columns of the tables in summaries and reports: key numbers, agreement of chains, self-tests. To add one, add a line.
+
+Each has a heading and a function that gives the plain text of a cell. (Tables of settings and of the most uncertain examples
+are in `report/page.py`.)
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
 
 
 def load_state(loop: Loop, state: dict[str, Any]) -> None:
-    """Restore what `state_of` returned."""
+    """Restore what `state_of` returned. (The part under "health" is for readers of the run: the sampler keeps its own sums.)"""
     device = loop.session.device
     loop.engine.load_state_dict(state["sampler"])
     if loop.scheduler is not None and state["scheduler"] is not None:

@@ -1,4 +1,5 @@
-"""Priors on the weights."""
+"""Priors on the weights. A new one is a class here, exported in `target/__init__.py`, and a line in `named_things` of
+`cli/config.py` for configurations."""
 
 from __future__ import annotations
 
