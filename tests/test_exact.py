@@ -103,7 +103,9 @@ def test_a_burn_in_is_resumed_bit_for_bit(make) -> None:  # type: ignore[no-unty
     assert torch.equal(sampler.generator.get_state(), resumed.generator.get_state())
 
 
-@pytest.mark.parametrize("which", ["fixed data", "full data, minibatch gradients", "hmc", "microcanonical"])
+@pytest.mark.parametrize(
+    "which", ["fixed data", "full data, minibatch gradients", "hmc", "microcanonical", "microcanonical, full data"]
+)
 def test_linear_regression_has_its_closed_form(which: str) -> None:
     """A posterior that is Gaussian: mean and covariance within Monte Carlo error, from the optimizer API."""
     generator = torch.Generator().manual_seed(4)
@@ -120,13 +122,13 @@ def test_linear_regression_has_its_closed_form(which: str) -> None:
         return 0.5 * (x @ w - y) ** 2 / 0.25
 
     options: dict = {"num_data": 50, "prior": Gaussian(1.0), "generator": seeded(3)}  # type: ignore[type-arg]
-    if which == "full data, minibatch gradients":
+    kind = Microcanonical if "microcanonical" in which else Underdamped
+    if "full data" in which:  # and gradients of minibatches
         options |= {"acceptance": FullData(), "examples": TensorExamples(losses, inputs, targets)}
-        sampler = Underdamped([w], 0.02, **options)
+        sampler = kind([w], 0.02, **options)
     elif which == "hmc":
         sampler = Underdamped([w], 0.03, math.inf, num_leapfrog=5, fixed_data=True, **options)
     else:
-        kind = Microcanonical if which == "microcanonical" else Underdamped
         sampler = kind([w], 0.04, fixed_data=True, **options)
     draws = []
     rows = torch.Generator().manual_seed(8)

@@ -110,7 +110,9 @@ def test_long_runs_have_the_right_moments(target: KnownTarget, name: str) -> Non
         assert float(deviation.abs().max()) < 4.5, (power, deviation)
 
 
-@pytest.mark.parametrize("name", ["mala", "mala, directional", "random walk", "underdamped", "hmc", "exact_adam_mcmc"])
+@pytest.mark.parametrize(
+    "name", ["mala", "mala, directional", "random walk", "underdamped", "microcanonical", "hmc", "exact_adam_mcmc"]
+)
 def test_acceptance_is_twice_the_probability_of_a_rise(name: str) -> None:
     """The identity of every reversible chain at rest: acceptance = 2 P(Y > 0)."""
     target = TARGETS[0]

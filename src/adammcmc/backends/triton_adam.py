@@ -26,6 +26,7 @@ from adammcmc.backends.triton_passes import (
     WARPS,
     InPlaceMove,
     Keys,
+    OnePass,
     Places,
     by_leaf_and_chain,
     contiguous,
@@ -213,7 +214,7 @@ def _finish(sums, num_sums, numbers, settings, num_leaves, counts, totals, SIZE:
             tl.store(counts + i, tl.load(counts + i, mask=i < num_leaves, other=0) + 1, mask=i < num_leaves)
 
 
-class OnePassAdam:
+class OnePassAdam(OnePass):
     """Algorithm 1's proposal for chains that stay where they are (`kernels.backend.Backend`).
 
     Args:
@@ -237,7 +238,6 @@ class OnePassAdam:
         self._coefficients, self._numbers = torch.zeros(chains, n, 8, **made), torch.zeros(3, chains, **made)
         self._sums, self._inverse_scales = torch.zeros(_NUM_SUMS, chains, width, **made), torch.ones(chains, **made)
         self.pulls = torch.zeros(n, **made)
-        """precision / scale of each leaf, as far as the prior is added here."""
         self._uploaded: Any = None
         self._has_prior = self._has_noise = False
 
@@ -313,18 +313,6 @@ class OnePassAdam:
             in_place=_AdamMove(places, self._numbers[2], self._counts),
         )
         return move, kernel.counted(memory)  # the counts on the host follow those on the device
-
-    def reserve(self) -> None:
-        """Allocate what a graph must not allocate itself, before its capture."""
-        self.places.reserve()
-
-    def resolve(self) -> Any:
-        """Fill in the addresses of a graph that was just captured."""
-        return self.places.resolve()
-
-    def products(self, grad: Leaves, *, at_copy: bool) -> Tensor:
-        """theta . grad V of each leaf, (chains, leaves), float64, at the copy of theta or where the chains stand."""
-        return self.places.products(grad, self.pulls, group=int(at_copy))
 
 
 class _AdamMove(InPlaceMove):

@@ -27,7 +27,19 @@ from adammcmc.target.leaves import Leaves, Setting
 from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
 
-__all__ = ["BLOCK", "WARPS", "InPlaceMove", "Keys", "Launch", "Places", "by_leaf_and_chain", "contiguous", "is_same", "total"]
+__all__ = [
+    "BLOCK",
+    "WARPS",
+    "InPlaceMove",
+    "Keys",
+    "Launch",
+    "OnePass",
+    "Places",
+    "by_leaf_and_chain",
+    "contiguous",
+    "is_same",
+    "total",
+]
 
 BLOCK = 1024  # weights that a program works on at once
 WARPS = 4
@@ -272,6 +284,26 @@ class Places:
             theta, copy, theta if kept is None else kept, theta if fresh is None else fresh, self.sizes, launch.chunks,
             launch.num_chunks, accepted, moved, HAS_GRAD=has_grad, SIZE=BLOCK, num_warps=WARPS,
         )  # fmt: skip
+
+
+class OnePass:
+    """What the passes of every kernel offer to the chains (`kernels.backend`)."""
+
+    places: Places
+    pulls: Tensor
+    """precision / scale of each leaf, as far as the prior is added here."""
+
+    def reserve(self) -> None:
+        """Allocate what a graph must not allocate itself, before its capture."""
+        self.places.reserve()
+
+    def resolve(self) -> Any:
+        """Fill in the addresses of a graph that was just captured."""
+        return self.places.resolve()
+
+    def products(self, grad: Leaves, *, at_copy: bool) -> Tensor:
+        """theta . grad V of each leaf, (chains, leaves), float64, at the copy of theta or where the chains stand."""
+        return self.places.products(grad, self.pulls, group=int(at_copy))
 
 
 class InPlaceMove:

@@ -23,6 +23,7 @@ from adammcmc.backends.triton_passes import (
     WARPS,
     InPlaceMove,
     Keys,
+    OnePass,
     Places,
     by_leaf_and_chain,
     contiguous,
@@ -152,7 +153,7 @@ def _finish(sums, num_sums, totals, SIZE: tl.constexpr):
     tl.store(totals + 3 * num_chains + chain, prior - 0.5 * total(sums + 3 * width, num_sums, SIZE))
 
 
-class OnePassUnderdamped:
+class OnePassUnderdamped(OnePass):
     """The underdamped step of chains that stay where they are (`kernels.backend.UnderdampedBackend`).
 
     Args:
@@ -229,18 +230,6 @@ class OnePassUnderdamped:
             TURN=accepted is not None, SIZE=BLOCK, num_warps=WARPS,
         )  # fmt: skip
         return self._arrivals
-
-    def reserve(self) -> None:
-        """Allocate what a graph must not allocate itself, before its capture."""
-        self.places.reserve()
-
-    def resolve(self) -> Any:
-        """Fill in the addresses of a graph that was just captured."""
-        return self.places.resolve()
-
-    def products(self, grad: Leaves, *, at_copy: bool) -> Tensor:
-        """theta . grad V of each leaf, (chains, leaves), float64, at the copy of theta or where the chains stand."""
-        return self.places.products(grad, self.pulls, group=int(at_copy))
 
 
 class Departure(InPlaceMove):
