@@ -16,6 +16,7 @@ Medians; the versions of a comparison take turns (`benchmarks.timing`).
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -94,7 +95,9 @@ def memory(device: torch.device) -> dict[str, float]:
     """Peaks of a step of each, on a tensor of 1e8 weights."""
 
     def peak(make: Callable[[nn.Parameter], Step]) -> float:
+        gc.collect()  # graphs of other parts may still be held by cycles
         torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
         p = nn.Parameter(torch.randn(LARGE, device=device))
         step = make(p)
         for _ in range(3):
@@ -103,7 +106,7 @@ def memory(device: torch.device) -> dict[str, float]:
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() / (4 * LARGE)
+        return (torch.cuda.max_memory_allocated() - before) / (4 * LARGE)
 
     def loss(p: Tensor) -> Tensor:
         return p.view(-1, 100).mean(1).square().mean()

@@ -217,6 +217,7 @@ class Places:
         self.everything = self._launch(everything, False)
         self._spare: list[Tensor] = []
         self._tables: list[tuple[Tensor, Leaves]] = []
+        self._pointed: dict[tuple[int, ...], Tensor] = {}  # tables of steps outside of graphs, by their contents
         self._held: list[Tensor] = []  # by the graph that is being captured
 
     def _launch(self, chunks: list[tuple[int, int]], is_full: bool) -> Launch:
@@ -239,7 +240,12 @@ class Places:
             table = self._spare.pop()
             self._tables.append((table, leaves))
             return table
-        return torch.tensor([x.data_ptr() for x in leaves], dtype=torch.int64).to(self.device, non_blocking=True)
+        addresses = tuple(x.data_ptr() for x in leaves)
+        if addresses not in self._pointed:  # memory is reused: a copy from the host at each step would stall it
+            if len(self._pointed) == _TABLES:
+                self._pointed.clear()
+            self._pointed[addresses] = self.put(addresses, torch.int64)
+        return self._pointed[addresses]
 
     def reserve(self) -> None:
         """Allocate the tables of a graph, before its capture: in the graph's own memory every replay would overwrite them."""
