@@ -10,6 +10,7 @@ from adammcmc.kernels.adam import AdamMCMCKernel
 from adammcmc.kernels.direction import Adam
 from adammcmc.kernels.hamiltonian import UnderdampedKernel
 from adammcmc.kernels.proposal import Elementwise, Prolate
+from adammcmc.kernels.scaling import Scaling
 from adammcmc.target.leaves import Leaves
 
 __all__ = ["has_one_pass", "one_pass"]
@@ -19,7 +20,8 @@ def has_one_pass(kernel: Any) -> bool:
     """Whether there is one for this kernel."""
     if isinstance(kernel, AdamMCMCKernel):  # of these very types: a subclass may draw other noise
         return type(kernel.direction) is Adam and type(kernel.proposal) in (Prolate, Elementwise)
-    return type(kernel) is UnderdampedKernel and kernel.num_leapfrog == 1 and kernel.acceptance.needs_noise
+    is_plain = type(kernel) is UnderdampedKernel and kernel.num_leapfrog == 1 and kernel.acceptance.needs_noise
+    return is_plain and not isinstance(kernel.preconditioner, Scaling)
 
 
 def one_pass(kernel: Any, params: Leaves, copy: Leaves, memory: Any) -> Any:

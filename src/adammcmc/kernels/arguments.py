@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adammcmc.acceptance import AcceptanceTest
-from adammcmc.target.leaves import Leaves, PerLeaf, Setting, Settings, flatten
+from adammcmc.target.leaves import PerLeaf, Setting, Settings, flatten
 
 __all__ = [
     "SETTINGS",
@@ -86,11 +86,18 @@ def check_noise(sigma: Settings, acceptance: AcceptanceTest) -> None:
         )
 
 
-def check_preconditioner(params: Any, diagonal: Leaves | None, structure: Any) -> None:
-    """A diagonal must have the shapes of the parameters (without the chain axis), and be positive."""
+def check_preconditioner(params: Any, diagonal: Any, structure: Any) -> None:
+    """A diagonal must be positive, in the shapes of the parameters (without the chain axis); a `Scaling` must fit them."""
     if diagonal is None:
         return
     leaves, wanted = flatten(params)
+    if not isinstance(diagonal, tuple):
+        if not diagonal.fits([x.shape[1:] for x in leaves]):
+            raise ValueError(
+                f"`preconditioner` was made for other parameters than these, of shapes {[tuple(x.shape[1:]) for x in leaves]} "
+                "(without the chain axis)."
+            )
+        return
     shapes = [tuple(a.shape) for a in diagonal]
     if shapes != [tuple(x.shape[1:]) for x in leaves] or structure != wanted:
         raise ValueError(

@@ -13,7 +13,8 @@ from adammcmc.acceptance import AcceptanceTest, Minibatch
 from adammcmc.kernels.arguments import check_preconditioner, checked, times
 from adammcmc.kernels.backend import UnderdampedBackend
 from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, settle
-from adammcmc.kernels.proposal import Move, deviations
+from adammcmc.kernels.proposal import Move
+from adammcmc.kernels.scaling import Dense, Scaling, forces, moves
 from adammcmc.target.leaves import (
     Leaves,
     Setting,
@@ -32,7 +33,9 @@ from adammcmc.target.randomness import Randomness, uniform
 
 __all__ = ["Momentum", "UnderdampedKernel", "hmc", "underdamped"]
 
-_KEPT = 0.97  # of the momentum at each step, where no friction is given
+_KEPT = 0.97  # of the momentum at each step, where neither friction nor A is given
+# in units of A^1/2, where A is given: a dense one leaves no direction long, others do (docs/exact.md has what was measured)
+_FRICTION, _FRICTION_DENSE = 0.18, 0.7
 _SHIFT = 0.05  # of the persistent uniform at each step
 
 
@@ -54,7 +57,7 @@ class UnderdampedKernel(Kernel):
     acceptance: AcceptanceTest
     num_leapfrog: int = 1
     persistent_uniform: bool = True
-    preconditioner: Leaves | None = None
+    preconditioner: Leaves | Scaling | None = None
     structure: Any = None
     name: str = "underdamped Langevin"
     backend: UnderdampedBackend | None = None
@@ -121,15 +124,18 @@ class UnderdampedKernel(Kernel):
 
     def kept(self, num_leaves: int) -> list[tuple[Setting, Setting]]:
         """c = exp(-friction h), and sqrt(1 - c^2)"""
-        if self.friction is None:
+        if self.friction is None and self.preconditioner is None:
             return [(_KEPT, math.sqrt(1 - _KEPT**2))] * num_leaves
+        friction = self.friction
+        if friction is None:
+            friction = _FRICTION_DENSE if isinstance(self.preconditioner, Dense) else _FRICTION
         kept: list[tuple[Setting, Setting]] = []
         for h in spread_settings(self.step_size, num_leaves):
             if isinstance(h, Tensor):
-                each = torch.where(h > 0, torch.exp(-self.friction * h), 1.0)
+                each = torch.where(h > 0, torch.exp(-friction * h), 1.0)
                 kept.append((each, (1 - each**2).sqrt()))
             else:
-                c = math.exp(-self.friction * h) if h > 0 else 1.0
+                c = math.exp(-friction * h) if h > 0 else 1.0
                 kept.append((c, math.sqrt(1 - c**2)))
         return kept
 
@@ -148,15 +154,15 @@ class UnderdampedKernel(Kernel):
         return 2 * uniform(last.shape, last.dtype, last.device, generator) - 1
 
     def _kick(self, momentum: Leaves, grad: Leaves | None, scale: Setting) -> Leaves:
-        """p - scale h A^1/2 g"""
+        """p - scale h S' g"""
         assert grad is not None
-        scales = deviations(self.step_size, self.preconditioner, momentum)
-        return tuple(p - widen(g) * r * by_chain(scale, p) for p, g, r in zip(momentum, grad, scales, strict=True))
+        pulls = forces(self.step_size, self.preconditioner, grad)
+        return tuple(p - f * by_chain(scale, p) for p, f in zip(momentum, pulls, strict=True))
 
     def _drift(self, params: Leaves, momentum: Leaves, fraction: float = 1.0) -> Leaves:
-        """theta + h A^1/2 p"""
-        scales = deviations(self.step_size, self.preconditioner, momentum)
-        moved = (widen(x) + p * r * fraction for x, p, r in zip(params, momentum, scales, strict=True))
+        """theta + h S p"""
+        steps = moves(self.step_size, self.preconditioner, momentum)
+        moved = (widen(x) + step * fraction for x, step in zip(params, steps, strict=True))
         return tuple(y.to(x.dtype) for y, x in zip(moved, params, strict=True))
 
     def _leapfrog(self, params: Leaves, here: Evaluation, momentum: Leaves, potential: Potential) -> tuple[Move, Any]:
@@ -189,9 +195,9 @@ class UnderdampedKernel(Kernel):
         """The same kernel with its step `factor` times as long."""
         return replace(self, step_size=times(self.step_size, factor))
 
-    def with_preconditioner(self, diagonal: Leaves, structure: Any = None) -> UnderdampedKernel:
-        """The same kernel with this A."""
-        return replace(self, preconditioner=diagonal, structure=structure)
+    def with_preconditioner(self, scaling: Leaves | Scaling, structure: Any = None) -> UnderdampedKernel:
+        """The same kernel with this A: a diagonal, or a `Scaling`."""
+        return replace(self, preconditioner=scaling, structure=structure)
 
 
 def underdamped(
@@ -219,13 +225,15 @@ def underdamped(
     Args:
         step_size: h. Tune it to an acceptance near 0.85. (A tensor (chains,) gives one value to each chain, a
             list one to each leaf.)
-        friction: how fast the velocity is forgotten. None keeps 0.97 of it at each step, whatever h is; `math.inf` is a full
-            refresh: MALA with step h^2 / 2, or HMC if num_leapfrog > 1 (`hmc`).
+        friction: how fast the velocity is forgotten. None is 0.18 in units of A^1/2 (0.7 with a dense A), and without an A
+            keeps 0.97 of it at each step; `math.inf` is a full refresh: MALA with step h^2 / 2, or HMC if
+            num_leapfrog > 1 (`hmc`).
         num_leapfrog: steps between two refreshes and tests.
         persistent_uniform: decide by a uniform number that moves by a fixed amount at each step instead of a fresh one, so that
             rejections come in clusters and the velocity lives longer in between (Neal 2020). Exact as well, for tests of the
             form log uniform < Y: None does so for these, and draws a fresh one for others (`Barker`, `Tuna`, ...).
-        preconditioner: diagonal A, positive, in the structure of the parameters (without a chain axis), fixed while sampling.
+        preconditioner: A, fixed while sampling: a diagonal, positive, in the structure of the parameters (without a chain
+            axis), or a `Scaling` (`Dense`, `Kronecker`).
         acceptance: the test; `Minibatch()` by default.
     """
     step_size = checked("step_size", step_size)
@@ -241,8 +249,10 @@ def underdamped(
             "would not be uniform at the next step."
         )
     persistent_uniform = is_metropolis if persistent_uniform is None else persistent_uniform
-    diagonal, structure = (None, None) if preconditioner is None else flatten(preconditioner)
-    return UnderdampedKernel(step_size, friction, test, num_leapfrog, persistent_uniform, diagonal, structure)
+    scaling, structure = preconditioner, None
+    if preconditioner is not None and not isinstance(preconditioner, Scaling):
+        scaling, structure = flatten(preconditioner)
+    return UnderdampedKernel(step_size, friction, test, num_leapfrog, persistent_uniform, scaling, structure)
 
 
 def hmc(

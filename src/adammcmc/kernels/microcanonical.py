@@ -13,8 +13,9 @@ from torch import Tensor
 from adammcmc.acceptance import AcceptanceTest
 from adammcmc.kernels.hamiltonian import Momentum, UnderdampedKernel, underdamped
 from adammcmc.kernels.kernel import ChainState
-from adammcmc.kernels.proposal import Move, deviations
-from adammcmc.target.leaves import Leaves, Setting, Settings, by_chain, flatten, inner, widen
+from adammcmc.kernels.proposal import Move
+from adammcmc.kernels.scaling import forces
+from adammcmc.target.leaves import Leaves, Setting, Settings, by_chain, flatten, inner
 from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
 
@@ -51,8 +52,8 @@ class MicrocanonicalKernel(UnderdampedKernel):
     def _turn(self, momentum: Leaves, grad: Leaves | None, scale: Setting) -> tuple[Leaves, Tensor, Tensor]:
         """The map B of `microcanonical`: the turned momentum, K (the energy it has gained), and the squared force."""
         assert grad is not None
-        pairs = zip(grad, deviations(self.step_size, self.preconditioner, momentum), strict=True)
-        force = tuple(-widen(g) * r * by_chain(scale, g) for g, r in pairs)  # in whitened units, times the step
+        pulls = forces(self.step_size, self.preconditioner, grad)
+        force = tuple(-f * by_chain(scale, f) for f in pulls)  # in whitened units, times the step
         d = _dimension(momentum)
         square = _inner(force, force)
         size = square.sqrt().clamp_min(torch.finfo(torch.float64).tiny)
@@ -123,7 +124,7 @@ def microcanonical(
 
     Args:
         step_size: h, in units of `underdamped`: each weight moves by about h A^1/2.
-        friction: how fast the direction is forgotten. None keeps 0.97 of it at each step; `math.inf` is a new direction.
+        friction: how fast the direction is forgotten; None as for `underdamped`, `math.inf` is a new direction.
         num_leapfrog: steps between two refreshes and tests.
         persistent_uniform, preconditioner, acceptance: as for `underdamped`.
     """

@@ -5,19 +5,22 @@ While a kernel adapts it has no invariant distribution, so its states are not dr
 
     log scale <- log scale + gain (acceptance - target),   gain = min(1, 2 (k + 1)^-0.6)            (Robbins-Monro)
     sigma_along = sqrt(1 / kappa^2 - 1 / r^2), r = |u| / sigma, 2 Phi(-kappa) = proposal_acceptance (Algorithm 1)
-    A = (mean of (grad U)^2 + prior precision)^-1/2                                                 (preconditioner)
+    A: the metric of kernels with a velocity                                                        (`samplers.metric`)
 
-in windows that grow by half, until U has the same level in two consecutive windows. The last window then tunes the
-scale alone; the scale is averaged over its second half, and everything is frozen.
+Kernels with a velocity first approach the bulk by steps without a test (`samplers.approach`). Then, in windows that grow by
+half, the settings are tuned until U has the same level in two consecutive windows and, for a density, chains and halves of
+the window agree on U and on coordinates (R-hat). The last window tunes the scale alone; the scale is averaged over its second
+half, and everything is frozen.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -26,7 +29,11 @@ from adammcmc.acceptance import AcceptanceTest
 from adammcmc.errors import warn
 from adammcmc.kernels.arguments import chain_settings
 from adammcmc.kernels.proposal import Prolate
-from adammcmc.target.leaves import Leaves, Setting, by_chain, inner, per_chain
+from adammcmc.kernels.scaling import Scaling
+from adammcmc.samplers.approach import Approach
+from adammcmc.samplers.diagnostics import rhat
+from adammcmc.samplers.metric import Kind, MetricSums
+from adammcmc.target.leaves import Leaves, Setting, inner, per_chain
 from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
 
@@ -35,6 +42,9 @@ __all__ = ["Adaptation", "BurnIn", "Change", "changed", "check_common", "check_t
 _SMALLEST_NOISE = 1e-3  # relative to the step; below this, tuning the noise has no effect
 _FROZEN = 0.01  # acceptance
 _NAMED = 10  # chains in a warning
+_WATCHED = 32  # coordinates
+_AGREEING = 1.02  # R-hat
+_NOT_SAVED = ("settings", "approach", "_precision", "_shapes", "_sums", "_began")
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,7 @@ class BurnIn:
     Args:
         num_steps: steps of adaptation; None continues until U is flat.
         max_steps: the limit on waiting for a flat U; the settings are then frozen, with a warning.
+        max_seconds: likewise, in seconds of wall time (the run is then not reproducible).
         target_acceptance: the acceptance that the scale (sigma, or the step size) is tuned to. None is the kernel's
             own: 0.6 for Algorithm 1, 0.57 for MALA, 0.85 for the underdamped kernel, 0.25 for the exact chain of
             Theorem 1; for `Barker`, its acceptance of moves that Metropolis would accept at that rate.
@@ -51,16 +62,28 @@ class BurnIn:
             None leaves sigma_along unchanged.
         window: steps in the first window.
         learn_preconditioner: also learn A, where the kernel has one.
+        scaling: which A a kernel with a velocity learns: "diagonal"; "kron", a turned diagonal for each weight matrix;
+            "dense", one matrix for all numbers of a chain (a few hundred at most). None is "dense" for densities of up to
+            100 numbers whose chains see enough of it, and "diagonal" elsewhere.
+        approach: begin with constant-speed steps without a test. None does so for the kernels with a velocity, on fixed data
+            and on densities.
     """
 
     num_steps: int | None = None
-    max_steps: int = 50_000
+    max_steps: int = 41_000
+    max_seconds: float | None = None
     target_acceptance: float | None = None
     proposal_acceptance: float | None = 0.8
     window: int = 100
     learn_preconditioner: bool = True
+    scaling: Kind | None = None
+    approach: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.scaling not in (None, *get_args(Kind)):
+            raise ValueError(f"`scaling` must be one of {', '.join(get_args(Kind))}, or None, got {self.scaling!r}.")
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            raise ValueError(f"`max_seconds` must be positive, got {self.max_seconds}.")
         for name in ("target_acceptance", "proposal_acceptance"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:
@@ -77,7 +100,7 @@ class Change(NamedTuple):
     factor: float
     """Multiplies the scale of its moves."""
     sigma_along: float | None
-    preconditioner: Leaves | None
+    preconditioner: Leaves | Scaling | None
 
 
 class Adaptation:
@@ -90,6 +113,11 @@ class Adaptation:
         num_params: weights of a chain, for the natural scale of U: its standard deviation is about sqrt(P / 2).
         precision: of the prior, in the shapes of the leaves; None where it has none.
         learns: whether the kernel takes a preconditioner.
+        velocity: whether the kernel has a velocity, so that it takes any `Scaling`.
+        approaches: whether such a kernel begins with steps without a test.
+        shapes: for each leaf the shapes of the parameters in it.
+        scaling: which metric to learn where the settings leave it open.
+        watches: whether chains must also agree on their positions before burn-in ends (a density's must).
     """
 
     def __init__(
@@ -101,6 +129,11 @@ class Adaptation:
         tunes_sigma_along: bool = False,
         precision: Leaves | None = None,
         learns: bool = False,
+        velocity: bool = False,
+        approaches: bool = False,
+        shapes: Sequence[Sequence[torch.Size]] = (),
+        scaling: Kind = "diagonal",
+        watches: bool = False,
     ) -> None:
         self.settings = settings
         self.target = target if settings.target_acceptance is None else settings.target_acceptance
@@ -113,65 +146,151 @@ class Adaptation:
         """Whether the last step was the last of its window."""
         self.frozen: list[int] = []
         """Chains that did not move in the second half of the last window while others did."""
-        self._precision = precision
+        self.agreement: float | None = None
+        """The largest R-hat over U and coordinates in the last complete window, where chains are watched."""
+        self._precision, self._shapes = precision, shapes
         self._natural = math.sqrt(num_params / 2)
         self._learns = learns and settings.learn_preconditioner
+        self._kind: Kind = (settings.scaling or scaling) if velocity else "diagonal"
+        if not velocity and settings.scaling not in (None, "diagonal"):
+            raise ValueError(f"`scaling` = {settings.scaling!r} needs a velocity (`underdamped` or `microcanonical`).")
+        self._power = 1.0 if velocity else 0.5
+        self._watches = watches
         self._kappa = None
         if tunes_sigma_along and (rate := settings.proposal_acceptance) is not None:
             if rate <= self.target:
                 raise ValueError(f"`proposal_acceptance` must exceed the target acceptance {self.target}, got {rate}.")
             self._kappa = statistics.NormalDist().inv_cdf(1 - rate / 2)
+        self._began = time.monotonic()
         self._step = 0
-        self._length = settings.window
-        self._is_last = settings.num_steps is not None and settings.num_steps < 6
-        if settings.num_steps is not None:  # two windows at least: the second tunes to the preconditioner of the first
-            self._length = settings.num_steps if self._is_last else min(settings.window, settings.num_steps // 3)
+        self.approach = self._new_approach(num_params) if velocity and approaches else None
+        """The steps without a test, until they are done."""
         self._is_searching = True
         self._first_sign = 0
         self._log_scale = 0.0
-        self._start_window()
         self._levels: list[tuple[float, float]] = []  # mean and standard deviation of U in each window
+        self.trend: list[tuple[int, float]] = []
+        """(step, U): the median over the chains, window by window."""
         self._ratio = math.nan
-        self._diagonal: Leaves | None = None
+        self._mean_metric: float | None = None
+        self._moving: Tensor | None = None  # each chain's acceptance of late
+        self._start_tuning()
+
+    def _new_approach(self, num_params: int) -> Approach | None:
+        settings = self.settings
+        length = settings.max_steps * 17 // 20 if settings.num_steps is None else settings.num_steps * 2 // 5
+        if settings.approach is False or length < 100 or num_params < 2:
+            return None
+        return Approach(num_params, length)
+
+    def _start_tuning(self) -> None:
+        """The first window with a test."""
+        settings, taken = self.settings, self._step
+        self._length = settings.window
+        left = None if settings.num_steps is None else settings.num_steps - (taken if self.approach is None else 0)
+        self._is_last = left is not None and left < 6
+        if left is not None:  # two windows at least: the second tunes to the preconditioner of the first
+            self._length = left if self._is_last else min(settings.window, left // 3)
+        self._start_window()
 
     def _start_window(self) -> None:
         self._in_window = 0
         self._potentials: list[float] = []
         self._acceptances: list[float] = []
         self._log_scales: list[float] = []
-        self._squares: list[Tensor] | None = None
+        self._sums = MetricSums(self._kind, self._precision, self._shapes)
+        self._watched: list[Tensor] = []  # U and coordinates, (chains, functions)
         self._by_chain: Tensor | None = None  # sums of each chain's acceptance, over the second half of the window
 
     def observe(
-        self, acceptance: Tensor, potential: Tensor, step_to_noise: Tensor, grad: Leaves | None, scale: Setting
+        self,
+        acceptance: Tensor,
+        potential: Tensor,
+        step_to_noise: Tensor,
+        grad: Leaves | None,
+        scale: Setting,
+        log_ratio: Tensor | None = None,
+        params: Leaves | None = None,
     ) -> Change:
-        """The change after a step with these numbers of each chain; `grad` of V at the new point, U = scale V."""
-        acceptance = acceptance.double().nan_to_num(nan=0.0)
-        rate = float(acceptance.mean())
+        """The change after a step with these numbers of each chain; `grad` of V at the new point, U = scale V.
+
+        `log_ratio`: Y; `params`: the new point.
+        """
         self._step += 1
+        if self._learns and grad is not None and not self._is_last:
+            self._sums.add(grad, scale, params)
+        if self.approach is not None:
+            assert log_ratio is not None
+            return self._approach(self.approach, log_ratio, potential)
+        acceptance = acceptance.double().nan_to_num(nan=0.0)
+        rate = self._pooled_rate(acceptance)
         self._in_window += 1
-        self._potentials.append(float(potential.mean()))
+        self._potentials.append(float(potential.median()))
         self._acceptances.append(rate)
+        self._watch(potential, params)
         if self._in_window > self._length // 2:
             self._by_chain = acceptance if self._by_chain is None else self._by_chain + acceptance
         ratio = float(step_to_noise.log().mean().exp())
         if math.isfinite(ratio) and ratio > 0:
             self._ratio = ratio if math.isnan(self._ratio) else math.exp(0.9 * math.log(self._ratio) + 0.1 * math.log(ratio))
-        if self._learns and grad is not None and not self._is_last:
-            self._add_squares(grad, scale)
         move = self._towards(rate)
         self._log_scale += move
         self._log_scales.append(self._log_scale)
         self.has_new_window = self._in_window >= self._length
-        diagonal = self._end_of_window() if self.has_new_window else None
+        metric = self._end_of_window() if self.has_new_window else None
         if self.is_done:  # freeze at the mean over the second half of the last window
             move += _late_mean(self._log_scales) - self._log_scale
-        if diagonal is not None:
-            move += self._rescale(diagonal)
+        if metric is not None:
+            move += self._rescale(metric)
         along = None
         if self._kappa is not None and not math.isnan(self._ratio):
             along = math.sqrt(max(0.0, self._kappa**-2 - self._ratio**-2))
-        return Change(math.exp(move), along, diagonal)
+        return Change(math.exp(move), along, metric)
+
+    def approach_metric(self, own: Leaves | Scaling | None) -> Leaves | Scaling | None:
+        """A during the approach: the kernel's own, or the prior's variances."""
+        if own is not None or self._precision is None or any(bool((q <= 0).any()) for q in self._precision):
+            return own
+        return tuple(1 / q for q in self._precision)
+
+    def _approach(self, approach: Approach, log_ratio: Tensor, potential: Tensor) -> Change:
+        """A step without a test: only the steps of the approach change, and, where there is no prior, the metric."""
+        approach.observe(log_ratio, potential)
+        self.trend = approach.trend
+        metric = None
+        is_over = approach.is_done or self._is_late
+        if is_over or (approach.has_new_window and not approach.is_in_last_stretch):
+            if self._learns and (is_over or self._precision is None):
+                metric = self._sums.learn()
+            self._sums = MetricSums(self._kind, self._precision, self._shapes)
+        factor = 0.0 if metric is None else self._rescale(metric)
+        if is_over:
+            self.approach = None
+            self._start_tuning()
+        elif metric is not None:
+            approach.rescale(factor)
+        return Change(1.0, None, metric)
+
+    @property
+    def _is_late(self) -> bool:
+        limit = self.settings.max_seconds
+        return limit is not None and time.monotonic() - self._began > 0.85 * limit
+
+    def _pooled_rate(self, acceptance: Tensor) -> float:
+        """The mean acceptance of the chains that move: one in a bad place shall not shorten the steps of all."""
+        if len(acceptance) > 2:
+            self._moving = acceptance if self._moving is None else 0.95 * self._moving + 0.05 * acceptance
+            counts = self._moving >= 0.1 * self._moving.median()
+            return float(acceptance[counts].mean())
+        return float(acceptance.mean())
+
+    def _watch(self, potential: Tensor, params: Leaves | None) -> None:
+        """Keep U and some coordinates of every chain, at most about 500 times a window."""
+        if not self._watches or params is None or len(potential) < 4 or self._in_window % max(1, self._length // 500):
+            return
+        flat = torch.cat([x.flatten(1) if x.dim() > 1 else x[:, None] for x in params], 1)
+        chosen = flat[:, :: max(1, flat.shape[1] // _WATCHED)]
+        self._watched.append(torch.cat([potential.double()[:, None], chosen.double()], 1).cpu())
 
     def _towards(self, rate: float) -> float:
         """The step of log scale."""
@@ -185,31 +304,34 @@ class Adaptation:
             self._is_searching = False
         return min(1.0, 2.0 * math.pow(self._in_window + 1, -0.6)) * (rate - self.target)
 
-    def _add_squares(self, grad: Leaves, scale: Setting) -> None:
-        squares = [(g.double() * by_chain(scale, g.double())).square().mean(0) for g in grad]
-        finite = [torch.where(s.isfinite(), s, 0.0) for s in squares]
-        self._squares = finite if self._squares is None else [a + b for a, b in zip(self._squares, finite, strict=True)]
-
-    def _end_of_window(self) -> Leaves | None:
-        """Close the window and decide on the next one; the new preconditioner, if one was learned."""
+    def _end_of_window(self) -> Leaves | Scaling | None:
+        """Close the window and decide on the next one; the new metric, if one was learnt."""
         self.reached = _late_mean(self._acceptances)
+        self.trend.append((self._step, statistics.fmean(self._potentials)))
         if self._is_last:
             self.is_done = True
             self.frozen = self._frozen()
             return None
         self._levels.append((statistics.fmean(self._potentials), statistics.pstdev(self._potentials)))
-        self.is_flat = self._is_level()
-        diagonal = self._preconditioner()
+        self.is_flat = self._is_level() and self._agrees()
+        metric = self._metric()
         grown = math.ceil(1.5 * self._length)
         has_limit = self.settings.num_steps is not None
         left = (self.settings.num_steps or self.settings.max_steps) - self._step
-        if (has_limit or not self.is_flat) and left > 2 * grown:
+        if (has_limit or not self.is_flat) and left > 2 * grown and not self._is_late:
             self._length = grown
         else:
             self._is_last = True
             self._length = max(1, left if has_limit else min(grown, max(left, self._length // 2)))
         self._start_window()
-        return diagonal
+        return metric
+
+    def _agrees(self) -> bool:
+        """Whether chains, and their halves, agree on U and on coordinates in this window."""
+        if len(self._watched) < 8:
+            return True
+        self.agreement = float(rhat(torch.stack(self._watched, 1)).nan_to_num(nan=1.0).max())
+        return self.agreement < _AGREEING
 
     def _frozen(self) -> list[int]:
         """The chains whose acceptance is nearly zero while that of others is not."""
@@ -233,29 +355,40 @@ class Adaptation:
         resolution = 2 * fluctuation / math.sqrt(half)
         return max(abs(now - before), abs(drift), resolution) < 0.5 * min(fluctuation, self._natural)
 
-    def _preconditioner(self) -> Leaves | None:
-        if self._squares is None:
+    def _metric(self) -> Leaves | Scaling | None:
+        if not self._learns:
             return None
-        means = [s / self._in_window for s in self._squares]
-        if self._precision is None:
-            floor = 1e-3 * sum(float(m.sum()) for m in means) / sum(m.numel() for m in means)
-            return tuple((m + max(floor, 1e-30)).rsqrt() for m in means)
-        return tuple((m + q).rsqrt() for m, q in zip(means, self._precision, strict=True))
+        found = self._sums.learn()
+        if isinstance(found, tuple) and self._power != 1.0:  # Adam's scaling, for kernels without a velocity
+            found = tuple(a.pow(self._power) for a in found)
+        return found
 
-    def _rescale(self, diagonal: Leaves) -> float:
+    def _rescale(self, metric: Leaves | Scaling) -> float:
         """The change of log scale that keeps the length of a move, h * sqrt(mean A), when A changes."""
-        before = 1.0 if self._diagonal is None else mean_of(self._diagonal)
-        self._diagonal = diagonal
-        return 0.5 * math.log(before / mean_of(diagonal))
+        before = 1.0 if self._mean_metric is None else self._mean_metric
+        self._mean_metric = mean_metric(metric)
+        return 0.5 * math.log(before / self._mean_metric)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as numbers, lists and tensors, and the settings as numbers."""
-        state = {key: value for key, value in self.__dict__.items() if key not in ("settings", "_precision")}
-        return {**state, "settings": asdict(self.settings)}
+        state = {key: value for key, value in self.__dict__.items() if key not in _NOT_SAVED}
+        approach = None if self.approach is None else self.approach.state_dict()
+        seconds = time.monotonic() - self._began
+        own = {"settings": asdict(self.settings), "approach": approach, "sums": self._sums.state_dict(), "seconds": seconds}
+        return {**state, **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
-        self.__dict__.update({**state, "settings": BurnIn(**state["settings"])})
+        rest = {key: value for key, value in state.items() if key not in ("approach", "sums", "seconds")}
+        self.__dict__.update({**rest, "settings": BurnIn(**state["settings"])})
+        self._began = time.monotonic() - state["seconds"]
+        self._sums = MetricSums(self._kind, self._precision, self._shapes)
+        self._sums.load_state_dict(state["sums"])
+        if state["approach"] is None:
+            self.approach = None
+        else:
+            assert self.approach is not None
+            self.approach.load_state_dict(state["approach"])
 
     def complaint(self) -> str | None:
         """What burn-in has not reached so far, in words; None if it has reached everything."""
@@ -292,6 +425,11 @@ class Adaptation:
             f"Their acceptance is below {_FROZEN}, while the mean over all chains is {self.reached:.2f}. Their draws "
             "are copies of one point, not draws from the target. Start them nearer to its bulk, or leave them out.",
         )
+
+
+def mean_metric(metric: Leaves | Scaling) -> float:
+    """The mean of the diagonal of A."""
+    return metric.mean() if isinstance(metric, Scaling) else mean_of(metric)
 
 
 def mean_of(leaves: Sequence[Tensor]) -> float:

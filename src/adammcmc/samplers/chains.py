@@ -25,6 +25,7 @@ from torch.utils import _pytree
 
 from adammcmc.acceptance import effective_beta
 from adammcmc.errors import NonFiniteLoss, warn
+from adammcmc.kernels.approach import approaching
 from adammcmc.kernels.kernel import ChainState, Info
 from adammcmc.samplers.adaptation import Adaptation, Change
 from adammcmc.samplers.health import Health, read_health
@@ -34,7 +35,7 @@ from adammcmc.samplers.processes import check_one_process
 from adammcmc.samplers.running_sums import Row, RunningSums
 from adammcmc.target.control import Control
 from adammcmc.target.data import Examples
-from adammcmc.target.leaves import Leaves, Setting, by_chain
+from adammcmc.target.leaves import Leaves, Setting, by_chain, flatten
 from adammcmc.target.potential import Evaluation, Target
 from adammcmc.target.priors import Prior
 from adammcmc.target.resolution import Resolution, measure
@@ -293,8 +294,17 @@ class Chains:
         with network.attempt(potential, params):
             if self.here is not None and self.num_steps in _RECHECKS[: None if self.device.type == "cpu" else 1]:
                 potential.check_same(self.here)
-            state, info = kernel.step(self.owner.prepare(potential, state), potential, self.owner.generator)
+            state, info = self._moving(kernel).step(self.owner.prepare(potential, state), potential, self.owner.generator)
         return potential, state, info
+
+    def _moving(self, kernel: Any) -> Any:
+        """The kernel of this step: while the chains approach their bulk, one without a test."""
+        approach = None if self.adaptation is None or self.adaptation.is_done else self.adaptation.approach
+        if approach is None:
+            return kernel
+        assert self.adaptation is not None
+        steps = approach.steps(self.frozen_at, self.num_chains)
+        return approaching(kernel, steps, self.adaptation.approach_metric(kernel.preconditioner))
 
     def _upload(self, kernel: Any) -> None:
         """Send settings that have changed to the kernel's backend."""
@@ -312,7 +322,8 @@ class Chains:
         if self.adaptation is not None and not self.adaptation.is_done:
             grad = (None if potential.known is None else potential.known[1]) if state.here is None else state.here.grad
             numbers = info.acceptance_rate, info.potential, info.step_to_noise
-            self.owner.apply(self.adaptation.observe(*numbers, grad, self.owner.scale), potential, state)
+            change = self.adaptation.observe(*numbers, grad, self.owner.scale, info.log_ratio, flatten(state.params)[0])
+            self.owner.apply(change, potential, state)
             if not self.is_adapting:
                 self.adaptation.warn()
                 self._measure_resolution(potential)  # at weights that are worth it

@@ -7,6 +7,7 @@ while sampler.is_adapting:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Unpack
@@ -20,6 +21,7 @@ from adammcmc.kernels.exact_adam import NoisyMoments
 from adammcmc.kernels.hamiltonian import Momentum
 from adammcmc.kernels.kernel import ChainState, Kernel
 from adammcmc.kernels.proposal import Prolate
+from adammcmc.kernels.scaling import Block, Kronecker, Scaling
 from adammcmc.samplers.adaptation import BurnIn, Change, mean_of, momentum_spread
 from adammcmc.samplers.packing import Packing
 from adammcmc.samplers.sampler import Common, Params, Sampler
@@ -49,7 +51,9 @@ class _Preconditioned(Sampler):
     ) -> None:
         if step_size is None and options.get("burn_in") is None:
             options["burn_in"] = BurnIn()
-        self._diagonal: tuple[Any, Leaves | None, list[float]] | None = None  # what it is made of, A, smallest A^1/2 by leaf
+        self._diagonal: tuple[Any, Leaves | Scaling | None, list[float]] | None = (
+            None  # what it is made of, A, smallest A^1/2 by leaf
+        )
         self._learns_preconditioner = preconditioner is None
         super().__init__(params, {"lr": self._first_step_size if step_size is None else step_size, **defaults}, **options)
         if preconditioner is not None:
@@ -68,29 +72,59 @@ class _Preconditioned(Sampler):
             param_group = {("lr" if key == "step_size" else key): value for key, value in param_group.items()}
         super().add_param_group(param_group)
 
-    def _preconditioner(self, packing: Packing) -> Leaves | None:
+    def _preconditioner(self, packing: Packing) -> Leaves | Scaling | None:
         parts = [self.state[p].get("preconditioner") for p in packing.params]
+        bases = [(self.state[p].get("left"), self.state[p].get("right")) for p in packing.params]
         known = [a for a in parts if a is not None]
-        key = (packing, *((id(a), a._version) for a in known))
+        key = (packing, *((id(a), a._version) for a in [*known, *itertools.chain(*bases)] if a is not None))
         if self._diagonal is None or self._diagonal[0] != key:
-            packed, roots = None, [1.0] * len(packing.members)
-            if known:
+            packed: Leaves | Scaling | None = None
+            roots = [1.0] * len(packing.members)
+            if len(known) == len(parts) and any(b is not None for pair in bases for b in pair):
+                packed = _kronecker(packing, known, bases)
+                roots = packed.smallest()
+            elif known:
                 # parameters that came later take the mean of the others
                 mean = mean_of(known)
                 full = [torch.full_like(p, mean) if a is None else a for p, a in zip(packing.params, parts, strict=True)]
-                packed = tuple(leaf[0] for leaf in packing.pack(full, packing.new()))
-                roots = [math.sqrt(float(a.min())) for a in packed]
+                packed = diagonal = tuple(leaf[0] for leaf in packing.pack(full, packing.new()))
+                roots = [math.sqrt(float(a.min())) for a in diagonal]
             self._diagonal = key, packed, roots
         return self._diagonal[1]
 
     def _parts(self, packing: Packing) -> tuple[Any, ...]:
         return packing, self._preconditioner(packing)
 
-    def _set_preconditioner(self, packing: Packing, diagonal: Leaves) -> None:
-        leaves = tuple(a[None].to(leaf.dtype) for a, leaf in zip(diagonal, packing.current, strict=True))
+    def _set_preconditioner(self, packing: Packing, metric: Leaves | Scaling) -> None:
+        for p in packing.params:
+            for key in ("left", "right"):
+                self.state[p].pop(key, None)
+        if isinstance(metric, Kronecker):
+            squares = [torch.cat([block.root.flatten().square() for block in row]) for row in metric.blocks]
+            leaves = tuple(a.view_as(leaf) for a, leaf in zip(squares, packing.current, strict=True))
+            for members, row in zip(packing.members, metric.blocks, strict=True):
+                for i, block in zip(members, row, strict=True):
+                    bases = {"left": block.left, "right": block.right}
+                    self.state[packing.params[i]].update({key: b for key, b in bases.items() if b is not None})
+        elif isinstance(metric, Scaling):
+            raise ValueError("a network's weights cannot have a dense metric: `scaling` is 'diagonal' or 'kron'.")
+        else:
+            leaves = tuple(a[None].to(leaf.dtype) for a, leaf in zip(metric, packing.current, strict=True))
         for p, view in zip(packing.params, packing.whole(leaves, 1.0), strict=True):
             self.state[p]["preconditioner"] = view.clone()
         self._diagonal = None
+
+
+def _kronecker(packing: Packing, squares: Sequence[Tensor], bases: Sequence[tuple[Tensor | None, Tensor | None]]) -> Kronecker:
+    """The metric from what `state` has of each parameter: D^2 in the parameter's shape, L and R."""
+    roots = [a.sqrt() for a in packing.sampled(squares)]
+
+    def block(i: int) -> Block:
+        left, right = bases[i]
+        root = roots[i] if left is None and right is None else roots[i].reshape(len(roots[i]), -1)
+        return Block(root.flatten() if root.dim() < 2 else root, left, right)
+
+    return Kronecker([[block(i) for i in members] for members in packing.members])
 
 
 def _fits(leaves: Leaves, packing: Packing) -> bool:
@@ -126,6 +160,7 @@ class Underdamped(_Preconditioned):
     """
 
     _target_acceptance = kernels.UnderdampedKernel.target_acceptance
+    _has_velocity = True
     _dynamics: ClassVar[Callable[..., Kernel]] = staticmethod(kernels.underdamped)
     _first_step_size = 1e-3
     _noise_name = "step_size * A^1/2"

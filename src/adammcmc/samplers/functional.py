@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from adammcmc.errors import NonFiniteLoss, StochasticClosure
+from adammcmc.kernels.approach import approaching
 from adammcmc.kernels.arguments import placed
+from adammcmc.kernels.hamiltonian import UnderdampedKernel
 from adammcmc.kernels.kernel import Info, Kernel
 from adammcmc.samplers.adaptation import Adaptation, BurnIn, changed, check_common, check_tunable
+from adammcmc.samplers.metric import largest_dense
 from adammcmc.samplers.processes import check_one_process
 from adammcmc.samplers.progress import track
 from adammcmc.target.data_density import DataDensity
@@ -163,25 +166,40 @@ class _Run:
         return Adaptation(
             tune,
             target=self.kernel.acceptance.rate_like(self.kernel.target_acceptance),
-            num_params=sum(x[0].numel() for x in self.leaves),
+            num_params=(dim := sum(x[0].numel() for x in self.leaves)),
             tunes_sigma_along=hasattr(self.kernel, "with_sigma_along"),
             learns=hasattr(self.kernel, "with_preconditioner"),
+            velocity=isinstance(self.kernel, UnderdampedKernel),
+            approaches=self.potential.fixed and self.kernel.num_leapfrog == 1
+            if isinstance(self.kernel, UnderdampedKernel)
+            else False,
+            shapes=[[x.shape[1:]] for x in self.leaves],
+            scaling="dense" if dim <= largest_dense and len(self.leaves[0]) >= 4 else "diagonal",
+            watches=True,
         )
 
     def step(self) -> Info:
         """One transition of all chains, and of the adaptation until it is done."""
         now = self.potential.next_batch(self.leaves, self.generator)
         info: Info
-        self.state, info = self.kernel.step(self.state, now, self.generator)
+        self.state, info = self._moving().step(self.state, now, self.generator)
         if self.adaptation is not None and not self.adaptation.is_done:
             known = None if now.known is None else now.known[1]
             grad = known if self.state.here is None else self.state.here.grad
-            change = self.adaptation.observe(info.acceptance_rate, info.potential, info.step_to_noise, grad, now.scale)
-            if (diagonal := change.preconditioner) is not None:
+            numbers = info.acceptance_rate, info.potential, info.step_to_noise
+            change = self.adaptation.observe(*numbers, grad, now.scale, info.log_ratio, self.leaves)
+            if isinstance(diagonal := change.preconditioner, tuple):
                 diagonal = tuple(a.to(x.dtype) for a, x in zip(diagonal, self.leaves, strict=True))
                 change = change._replace(preconditioner=diagonal)
             self.kernel = changed(self.kernel, change, self.structure)
         return info
+
+    def _moving(self) -> Any:
+        """The kernel of this step: while the chains approach their bulk, one without a test."""
+        approach = None if self.adaptation is None else self.adaptation.approach
+        if approach is None:
+            return self.kernel
+        return approaching(self.kernel, approach.steps(self.state.frozen_at, len(self.leaves[0])), self.kernel.preconditioner)
 
     def check_not_frozen(self, result: Any) -> None:
         """Raise `NonFiniteLoss`, with what was drawn so far, if a chain has stopped."""

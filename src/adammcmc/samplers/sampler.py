@@ -16,6 +16,7 @@ from adammcmc.backends.graphs import tensors_of
 from adammcmc.backends.streams import why_no_triton
 from adammcmc.errors import PerExampleLossRequired
 from adammcmc.kernels.kernel import ChainState, Kernel
+from adammcmc.kernels.scaling import Scaling
 from adammcmc.samplers.adaptation import Change
 from adammcmc.samplers.closure import Closure, expand
 from adammcmc.samplers.layers import Layers
@@ -89,7 +90,7 @@ class Sampler(Shell):
         """Kernel and backend are made anew when one of these objects is replaced, or another setting is changed."""
         return (packing,)
 
-    def _set_preconditioner(self, packing: Packing, diagonal: Leaves) -> None:
+    def _set_preconditioner(self, packing: Packing, metric: Leaves | Scaling) -> None:
         """Use this A (only called on a sampler that learns one)."""
 
     def _why_not_triton(self) -> str | None:

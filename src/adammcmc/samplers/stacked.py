@@ -335,7 +335,7 @@ class StackOwner(Owner):
         self.chains.memory = self._kernel.counted(self.chains.memory)
 
     def apply(self, change: Change, potential: Any, state: ChainState) -> None:
-        if change.preconditioner is not None:
+        if isinstance(change.preconditioner, tuple):
             diagonal = tuple(a.to(x.dtype) for a, x in zip(change.preconditioner, state.params, strict=True))
             change = change._replace(preconditioner=diagonal)
         self.use(changed(self._kernel, change))

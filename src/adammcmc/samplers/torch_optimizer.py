@@ -21,6 +21,7 @@ from adammcmc.kernels.kernel import Kernel
 from adammcmc.samplers.adaptation import Adaptation, BurnIn, check_tunable
 from adammcmc.samplers.closure import Reference
 from adammcmc.samplers.layers import BatchNormPolicy
+from adammcmc.samplers.metric import Kind
 from adammcmc.samplers.one_chain import LiveNetwork
 from adammcmc.samplers.packing import HeldRows, Layout, Packing
 from adammcmc.samplers.processes import check_one_process, check_parameters
@@ -75,6 +76,10 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
     _noise_name: ClassVar[str] = "sigma"
     _needs_prior: ClassVar[bool] = False
     _learns_preconditioner: bool = False
+    _has_velocity: ClassVar[bool] = False
+    """Whether it takes any `Scaling`, and can approach its bulk without a test."""
+    _scaling: Kind = "diagonal"
+    """What is learnt by default."""
     _not_taken: ClassVar[frozenset[str]] = frozenset()
     """Common arguments that the sampler does not have."""
     num_chains: ClassVar[int] = 1
@@ -199,6 +204,10 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
             tunes_sigma_along=self._tunes_sigma_along,
             precision=precision,
             learns=self._learns_preconditioner,
+            velocity=self._has_velocity,
+            approaches=self.fixed_data and self.acceptance.is_metropolis and self.acceptance.uses_batch_only,
+            shapes=[[packing.shapes[i] for i in members] for members in packing.members],
+            scaling=self._scaling,
         )
 
     def layout(self) -> Packing:
