@@ -22,7 +22,7 @@ from torch import Tensor
 from adammcmc.kernels.proposal import deviations
 from adammcmc.target.leaves import Leaves, Settings, by_chain, spread_settings, widen
 
-__all__ = ["Block", "Dense", "Kronecker", "Scaling", "forces", "moves", "turned"]
+__all__ = ["Block", "Dense", "Kronecker", "Scaling", "forces", "moves", "restored", "stored", "turned"]
 
 
 class Scaling(ABC):
@@ -39,10 +39,6 @@ class Scaling(ABC):
     @abstractmethod
     def fits(self, shapes: Sequence[torch.Size]) -> bool:
         """Whether it is a map of leaves of these shapes, (...), without the chain axis."""
-
-    @abstractmethod
-    def state(self) -> list[Any]:
-        """Tensors (nested in lists) from which `restored` makes it again."""
 
     @abstractmethod
     def mean(self) -> float:
@@ -103,9 +99,6 @@ class Dense(Scaling):
 
     def fits(self, shapes: Sequence[torch.Size]) -> bool:
         return list(shapes) == self.shapes
-
-    def state(self) -> list[Any]:
-        return [self.factor]
 
     def mean(self) -> float:
         return float(self.factor.square().sum(1).mean())
@@ -175,12 +168,29 @@ class Kronecker(Scaling):
     def fits(self, shapes: Sequence[torch.Size]) -> bool:
         return [shape.numel() for shape in shapes] == [sum(block.root.numel() for block in row) for row in self.blocks]
 
-    def state(self) -> list[Any]:
-        return [[list(block) for block in row] for row in self.blocks]
-
     def mean(self) -> float:  # of the diagonal in the turned bases: a turn keeps the trace
         roots = [block.root for row in self.blocks for block in row]
         return sum(float(r.double().square().sum()) for r in roots) / sum(r.numel() for r in roots)
 
     def smallest(self) -> list[float]:
         return [min(float(block.root.min()) for block in row) for row in self.blocks]
+
+
+def stored(metric: Leaves | Scaling | None) -> dict[str, Any] | None:
+    """A metric as tensors, lists and words, for a checkpoint."""
+    if isinstance(metric, Dense):
+        return {"kind": "dense", "factor": metric.factor, "shapes": [list(shape) for shape in metric.shapes]}
+    if isinstance(metric, Kronecker):
+        return {"kind": "kron", "blocks": [[list(block) for block in row] for row in metric.blocks]}
+    return None if metric is None else {"kind": "diagonal", "leaves": list(metric)}  # type: ignore[arg-type]
+
+
+def restored(state: dict[str, Any] | None) -> Leaves | Scaling | None:
+    """The metric that was stored."""
+    if state is None:
+        return None
+    if state["kind"] == "dense":
+        return Dense(state["factor"], [torch.Size(shape) for shape in state["shapes"]])
+    if state["kind"] == "kron":
+        return Kronecker([[Block(*block) for block in row] for row in state["blocks"]])
+    return tuple(state["leaves"])

@@ -29,7 +29,7 @@ from adammcmc.acceptance import AcceptanceTest
 from adammcmc.errors import warn
 from adammcmc.kernels.arguments import chain_settings
 from adammcmc.kernels.proposal import Prolate
-from adammcmc.kernels.scaling import Scaling
+from adammcmc.kernels.scaling import Scaling, restored, stored
 from adammcmc.samplers.approach import Approach
 from adammcmc.samplers.diagnostics import rhat
 from adammcmc.samplers.metric import Kind, MetricSums
@@ -44,7 +44,8 @@ _FROZEN = 0.01  # acceptance
 _NAMED = 10  # chains in a warning
 _WATCHED = 32  # coordinates
 _AGREEING = 1.02  # R-hat
-_NOT_SAVED = ("settings", "approach", "_precision", "_shapes", "_sums", "_began")
+_NOT_SAVED = ("settings", "approach", "_precision", "_shapes", "_sums", "_began", "_metric_in_use")
+_SLOW, _QUICK = 0.3, 0.6  # acceptance of a chain, relative to the target, below and above which its own factor changes
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class BurnIn:
 class Change(NamedTuple):
     """The change to a kernel before its next step."""
 
-    factor: float
-    """Multiplies the scale of its moves."""
+    factor: Setting
+    """Multiplies the scale of its moves: one number, or one per chain."""
     sigma_along: float | None
     preconditioner: Leaves | Scaling | None
 
@@ -172,7 +173,11 @@ class Adaptation:
         self.trend: list[tuple[int, float]] = []
         """(step, U): the median over the chains, window by window."""
         self._ratio = math.nan
-        self._mean_metric: float | None = None
+        self._metric_in_use: Leaves | Scaling | None = None
+        self._own: Tensor | None = None
+        """A factor of each chain's steps, at most 1: chains in bad places have shorter ones."""
+        self._rates: Tensor | None = None  # each chain's acceptance in the window that has just ended
+        self._takes_own = velocity
         self._moving: Tensor | None = None  # each chain's acceptance of late
         self._start_tuning()
 
@@ -245,7 +250,19 @@ class Adaptation:
         along = None
         if self._kappa is not None and not math.isnan(self._ratio):
             along = math.sqrt(max(0.0, self._kappa**-2 - self._ratio**-2))
-        return Change(math.exp(move), along, metric)
+        factor = math.exp(move)
+        return Change(factor if (own := self._new_own()) is None else factor * own.to(potential.device), along, metric)
+
+    def _new_own(self) -> Tensor | None:
+        """By what the steps of single chains change at the end of a window, (chains,); None if none does."""
+        rates, self._rates = self._rates, None
+        if rates is None or not self._takes_own or len(rates) < 3:
+            return None
+        before = torch.ones_like(rates) if self._own is None else self._own
+        slow, quick = rates < _SLOW * self.target, rates > _QUICK * self.target
+        after = torch.where(slow, before / 2, torch.where(quick, (2 * before).clamp_max(1.0), before))
+        self._own = after
+        return None if torch.equal(after, before) else after / before
 
     def approach_metric(self, own: Leaves | Scaling | None) -> Leaves | Scaling | None:
         """A during the approach: the kernel's own, or the prior's variances."""
@@ -261,7 +278,7 @@ class Adaptation:
         is_over = approach.is_done or self._is_late
         if is_over or (approach.has_new_window and not approach.is_in_last_stretch):
             if self._learns and (is_over or self._precision is None):
-                metric = self._sums.learn()
+                metric = self._sums.learn(self._metric_in_use)
             self._sums = MetricSums(self._kind, self._precision, self._shapes)
         factor = 0.0 if metric is None else self._rescale(metric)
         if is_over:
@@ -312,6 +329,8 @@ class Adaptation:
             self.is_done = True
             self.frozen = self._frozen()
             return None
+        if self._by_chain is not None:
+            self._rates = (self._by_chain / (self._in_window - self._length // 2)).cpu()
         self._levels.append((statistics.fmean(self._potentials), statistics.pstdev(self._potentials)))
         self.is_flat = self._is_level() and self._agrees()
         metric = self._metric()
@@ -358,16 +377,16 @@ class Adaptation:
     def _metric(self) -> Leaves | Scaling | None:
         if not self._learns:
             return None
-        found = self._sums.learn()
+        found = self._sums.learn(self._metric_in_use)
         if isinstance(found, tuple) and self._power != 1.0:  # Adam's scaling, for kernels without a velocity
             found = tuple(a.pow(self._power) for a in found)
         return found
 
     def _rescale(self, metric: Leaves | Scaling) -> float:
         """The change of log scale that keeps the length of a move, h * sqrt(mean A), when A changes."""
-        before = 1.0 if self._mean_metric is None else self._mean_metric
-        self._mean_metric = mean_metric(metric)
-        return 0.5 * math.log(before / self._mean_metric)
+        before = 1.0 if self._metric_in_use is None else mean_metric(self._metric_in_use)
+        self._metric_in_use = metric
+        return 0.5 * math.log(before / mean_metric(metric))
 
     def state_dict(self) -> dict[str, Any]:
         """The state as numbers, lists and tensors, and the settings as numbers."""
@@ -375,15 +394,16 @@ class Adaptation:
         approach = None if self.approach is None else self.approach.state_dict()
         seconds = time.monotonic() - self._began
         own = {"settings": asdict(self.settings), "approach": approach, "sums": self._sums.state_dict(), "seconds": seconds}
-        return {**state, **own}
+        return {**state, **own, "metric": stored(self._metric_in_use)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
-        rest = {key: value for key, value in state.items() if key not in ("approach", "sums", "seconds")}
+        rest = {key: value for key, value in state.items() if key not in ("approach", "sums", "seconds", "metric")}
         self.__dict__.update({**rest, "settings": BurnIn(**state["settings"])})
         self._began = time.monotonic() - state["seconds"]
         self._sums = MetricSums(self._kind, self._precision, self._shapes)
         self._sums.load_state_dict(state["sums"])
+        self._metric_in_use = restored(state["metric"])
         if state["approach"] is None:
             self.approach = None
         else:

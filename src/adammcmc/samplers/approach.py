@@ -23,6 +23,7 @@ __all__ = ["Approach"]
 
 _VARIANCES = 0.5, 0.1
 _GAINS = 1.0, 0.04
+_PATIENCE = 3
 _FAR = 10.0  # natural spreads of U above the median: a chain in a bad place
 
 
@@ -42,6 +43,7 @@ class Approach:
         self._log_steps: Tensor | None = None  # (chains,), of h
         self._sum: Tensor | None = None
         self._means: Tensor | None = None  # of U in the last window, (chains,)
+        self._level_at: int | None = None  # the step from which on most chains are level
         self._last_stretch: tuple[int, int] | None = None  # its first step, and the one after its last
         self.trend: list[tuple[int, float]] = []
         """(step, median over the chains of U), window by window."""
@@ -97,7 +99,12 @@ class Approach:
             change = means - self._means
             is_far = means > means.nanmedian() + _FAR * self._natural
             still_falls = bool((is_far & (change < -self._natural)).any())
-            self.is_level = float(change.nanmedian().abs()) < 0.5 * self._natural and not still_falls
+            if float(change.nanmedian().abs()) >= 0.5 * self._natural:
+                self._level_at = None
+            elif self._level_at is None:
+                self._level_at = self.step
+            # chains that are far away are given three times as long as most chains took
+            self.is_level = self._level_at is not None and (not still_falls or self.step >= _PATIENCE * self._level_at)
             if self.is_level:
                 self._last_stretch = self.step, min(self.max_steps, self.step + max(50, self.step // 2))
         self._means, self._sum, self._in_window = means, None, 0

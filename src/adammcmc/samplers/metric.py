@@ -1,17 +1,18 @@
 r"""Learning the metric A of a kernel with a velocity, from the gradients and positions of chains in burn-in.
 
-    diagonal    A = 1 / E g^2 with a prior's precision q:  1 / (E g^2 + q);   without a prior  sqrt(Var x / E g^2)
-    dense       A = the matrix with A E[gg'] A = Cov x: the geometric mean of the covariance and the inverse of E[gg']
+    diagonal    A = 1 / (E g^2 + q) with a prior's precision q;   without a prior  sqrt(Var x / Var g)
+    dense       A = the matrix with A (Cov g) A = Cov x: the geometric mean of Cov x and (Cov g)^-1
     kron        L, R: eigenvectors of E[G G'] and E[G' G] of each weight matrix G = dU/dW;  D^2 = 1 / (E (L'GR)^2 + q)
 
-g = grad U. Few steps must not mislead: E g^2 is shrunk towards its geometric mean m, (n E g^2 + 5 m) / (n + 5), with n the
-number of draws that count as independent (one in ten, at most). Chains are pooled by their median where there are three or
-more, so that one in a bad place does not spoil the metric of all.
+g = grad U. Covariances are those within a chain: where U is quadratic, g = H x and A = H^-1 wherever the chains are and however
+little they have mixed. Few steps must not mislead: a dense A is learnt in the units of the last one, so that each window
+corrects what the shrinkage of the one before has left; and E g^2 is shrunk towards its geometric mean m,
+(n E g^2 + 5 m) / (n + 5), with n the number of draws that count as independent (one in ten, at most). Chains are pooled by
+their median where there are three or more, so that one in a bad place does not spoil the metric of all.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -58,6 +59,7 @@ class MetricSums:
         self.count += 1
         if self.kind == "dense":
             g = torch.cat(wide, 1)
+            self._add("g", [g])
             self._add("gg", [g[:, :, None] * g[:, None, :]])
         elif self.kind == "kron" and self.count % self._stride == 0:
             self._keep([g.to(like.dtype) for g, like in zip(wide, grad, strict=True)])
@@ -70,6 +72,7 @@ class MetricSums:
                 self._add("x", [x])
                 self._add("xx", [x[:, :, None] * x[:, None, :]])
             else:
+                self._add("g", wide)
                 self._add("x", flat)
                 self._add("x2", [x.square() for x in flat])
 
@@ -86,20 +89,15 @@ class MetricSums:
         if len(self._kept) > max(8, min(_KEPT, _MEMORY // max(1, size))):
             self._kept, self._stride = self._kept[1::2], 2 * self._stride
 
-    def learn(self, potentials: Tensor | None = None) -> Leaves | Scaling | None:
-        """A of this window; None if it cannot be learnt from it.
-
-        Args:
-            potentials: mean U of each chain, (chains,): chains far above the others do not count in a dense metric.
-        """
-        if self.count == 0:
+    def learn(self, last: Leaves | Scaling | None = None) -> Leaves | Scaling | None:
+        """A of this window; None if it cannot be learnt from it. `last`: the A it replaces."""
+        if self.count < 2:
             return None
         if self.kind == "dense":
-            return self._dense(potentials)
-        shrunk = [self._shrunk(self._pooled(s / self.count)) for s in self._sums["g2"]]
+            return self._dense(last)
         if self.kind == "kron":
             return self._kronecker()
-        return tuple(a.view(shape) for a, shape in zip(self._diagonal(shrunk), self._leaf_shapes, strict=True))
+        return tuple(a.view(shape) for a, shape in zip(self._diagonal(), self._leaf_shapes, strict=True))
 
     @property
     def _leaf_shapes(self) -> list[torch.Size]:
@@ -121,34 +119,39 @@ class MetricSums:
         n = self._independent
         return (n * squares + _PRIOR_DRAWS * middle) / (n + _PRIOR_DRAWS)
 
-    def _diagonal(self, squares: list[Tensor]) -> list[Tensor]:
-        if self._precision is not None:
+    def _diagonal(self) -> list[Tensor]:
+        if self._precision is not None or "x" not in self._sums or self._independent < 20:
+            squares = [self._shrunk(self._pooled(s / self.count)) for s in self._sums["g2"]]
+            if self._precision is None:
+                return [1 / s.clamp_min(1e-300) for s in squares]
             return [1 / (s + q.flatten()) for s, q in zip(squares, self._precision, strict=True)]
-        if "x" not in self._sums or self._independent < 20:
-            return [1 / s.clamp_min(1e-300) for s in squares]
-        found = []
-        for s, first, second in zip(squares, self._sums["x"], self._sums["x2"], strict=True):
-            mean = first / self.count
-            spread = self._shrunk(self._pooled(second / self.count - mean.square()).clamp_min(0.0))
-            found.append((spread / s).sqrt())
-        return found
 
-    def _dense(self, potentials: Tensor | None) -> Scaling | None:
-        counts = torch.ones(self._sums["gg"][0].shape[0], dtype=torch.bool)
-        dim = self._sums["gg"][0].shape[1]
-        if potentials is not None and len(potentials) > 2:
-            counts = potentials <= potentials.nanmedian() + 10 * math.sqrt(dim / 2)
-        counts = counts.to(self._sums["gg"][0].device)
-        n = self.count * int(counts.sum())
-        forces = self._sums["gg"][0][counts].sum(0) / n
-        mean = self._sums["x"][0][counts].sum(0) / n
-        spread = self._sums["xx"][0][counts].sum(0) / n - mean[:, None] * mean[None]
-        independent = max(1.0, n / _APART)
-        sizes = forces.diagonal().clamp_min(1e-300), spread.diagonal().clamp_min(1e-300)
-        weight = independent / (independent + _PRIOR_DRAWS + dim)
-        forces, spread = (weight * c + (1 - weight) * torch.diag(s) for c, s in zip((forces, spread), sizes, strict=True))
+        def within(first: Tensor, second: Tensor) -> Tensor:
+            return self._shrunk(self._pooled(second / self.count - (first / self.count).square()).clamp_min(0.0))
+
+        names = ("x", "x2", "g", "g2")
+        rows = zip(*(self._sums[name] for name in names), strict=True)
+        return [(within(x, x2) / within(g, g2).clamp_min(1e-300)).sqrt() for x, x2, g, g2 in rows]
+
+    def _dense(self, last: Leaves | Scaling | None) -> Scaling | None:
+        def within(first: str, second: str) -> Tensor:
+            mean = self._sums[first][0] / self.count
+            return self._sums[second][0] / self.count - mean[:, :, None] * mean[:, None, :]
+
+        spread, forces = within("x", "xx"), within("g", "gg")
+        # a chain that is far away, or does not move, must not count for more than the others: chains are pooled in units
+        # of their own forces
+        weights = 1 / forces.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-300)
+        weights = (weights / weights.median()).clamp_max(1.0)
+        weights = (weights / weights.sum())[:, None, None]
+        root = _as_matrix(last, spread.shape[1]).to(spread)
+        inverse = torch.linalg.inv(root)
+        spread, forces = inverse @ (weights * spread).sum(0) @ inverse.T, root.T @ (weights * forces).sum(0) @ root
+        dim = spread.shape[0]
+        keep = self._independent / (self._independent + _PRIOR_DRAWS + dim)
+        spread, forces = (keep * c + (1 - keep) * c.diagonal().diag() for c in (spread, forces))
         try:
-            return Dense(_root_of_mean(spread, forces), self._leaf_shapes)
+            return Dense(root @ _root_of_mean(spread, forces), self._leaf_shapes)
         except (RuntimeError, ValueError):  # not positive definite: chains that have hardly moved
             return None
 
@@ -176,6 +179,15 @@ class MetricSums:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from saved sums."""
         self.count, self._sums, self._kept, self._stride = state["count"], state["sums"], state["kept"], state["stride"]
+
+
+def _as_matrix(metric: Leaves | Scaling | None, dim: int) -> Tensor:
+    """S of a metric; of one that is not dense, the identity."""
+    if isinstance(metric, Dense):
+        return metric.factor.double()
+    if isinstance(metric, tuple):
+        return torch.cat([a.double().flatten() for a in metric]).sqrt().diag()
+    return torch.eye(dim, dtype=torch.float64)
 
 
 def _root_of_mean(spread: Tensor, forces: Tensor) -> Tensor:

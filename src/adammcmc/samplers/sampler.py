@@ -157,7 +157,7 @@ class Sampler(Shell):
         """Nothing is counted on the host."""
 
     def apply(self, change: Change, potential: Any, state: ChainState) -> None:
-        self._rescale(change.factor)
+        self._rescale(float(change.factor))
         if change.sigma_along is not None:
             for group in self.param_groups:
                 group["sigma_along"] = change.sigma_along
