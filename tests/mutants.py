@@ -36,6 +36,27 @@ MUTANTS = [
         "tests/test_microcanonical.py",
     ),
     Mutant(
+        "the gradient of a rejected proposal kept",
+        "kernels/kernel.py",
+        "is None else select(info.is_accepted, new.grad, here.grad)",
+        "is None else new.grad",
+        "tests/test_joint.py",
+    ),
+    Mutant(
+        "momentum refreshed with too little noise",
+        "kernels/hamiltonian.py",
+        "return [(_KEPT, math.sqrt(1 - _KEPT**2))] * num_leaves",
+        "return [(_KEPT, math.sqrt(1 - _KEPT))] * num_leaves",
+        "tests/test_joint.py",
+    ),
+    Mutant(
+        "half of the energy of a microcanonical step counted twice, half not at all",
+        "kernels/microcanonical.py",
+        "return -(gained + more), after",
+        "return -2 * more, after",
+        "tests/test_sbc.py",
+    ),
+    Mutant(
         "random numbers pass under fixed data",
         "samplers/closure.py",
         "exactly=self._layers.seen.draws_numbers",
