@@ -105,6 +105,17 @@ SCENARIOS: dict[str, Any] = {
         "num_draws": 25,
         "gap": 3,
     },
+    # a member trained for each chain before its first step: a kill may come in the training too
+    "members": lambda: {
+        "model": network(plain=False),
+        "train": (X, Y),
+        "sampler": ALGORITHM_1,
+        "batch_size": 16,
+        "num_chains": 2,
+        "initial": adammcmc.TrainMembers(max_steps=150, stacked=False),
+        "num_draws": 25,
+        "gap": 3,
+    },
     # all chains at once: adaptation pooled over them, all data for the test, only the last two draws and the moments
     "stacked, adapting, last 2": lambda: {
         "model": network(plain=True),

@@ -29,6 +29,27 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "a stopped member goes on improving",
+        "runs/training.py",
+        "is_better = is_active & (found < best",
+        "is_better = (found < best",
+        "tests/test_members.py",
+    ),
+    Mutant(
+        "members keep their last weights, not their best",
+        "runs/training.py",
+        "(found < best if held_out",
+        "(found < math.inf if held_out",
+        "tests/test_members.py",
+    ),
+    Mutant(
+        "a resumed run trains its members again",
+        "runs/session.py",
+        "isinstance(plan.initial, TrainMembers) or self._is_resumed",
+        "isinstance(plan.initial, TrainMembers) or False",
+        "tests/test_members.py",
+    ),
+    Mutant(
         "the volume of a microcanonical turn has the wrong dimension",
         "kernels/microcanonical.py",
         "gained = (d - 1) * (delta",

@@ -6,10 +6,11 @@ import importlib.util
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import acceptance, growth, rivals, step_cost
+from benchmarks import acceptance, airfoil, growth, rivals, step_cost
 from benchmarks.timing import medians
 
 CPU = torch.device("cpu")
@@ -40,6 +41,41 @@ def test_rivals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert is_here == any(row.startswith(name) for row in rows)
         assert is_here != (f"{name}: not installed" in printed)
     assert all(f"| {name} |" in printed for name in rows)
+
+
+def test_airfoil(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On made-up rows of the same form."""
+    rows = torch.randn(80, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    np.savetxt(data := tmp_path / "airfoil.data", torch.cat([rows, 100 + 5 * rows[:, :1]], 1).numpy())
+    monkeypatch.setenv(airfoil.VARIABLE, str(data))
+    output = tmp_path / "airfoil.json"
+    words = f"--seeds 0 1 --members 2 --gradients 400 --draws 4 --every 100 --output {output}"
+    with pytest.warns(UserWarning, match="burn-in ended"):
+        airfoil.main(words.split())
+    assert "mean of 2 seeds: {'rmse': " in capsys.readouterr().out
+    found = json.loads(output.read_text())["default"]["seeds"]["0"]
+    assert found["gradients"] <= 400
+    assert found["members"]["rmse"] > 0
+    assert list(found["curve"])[:2] == ["100", "200"]
+    last = found["curve"][max(found["curve"], key=int)]
+    assert last["rmse"] == pytest.approx(found["draws"]["rmse"], rel=0.5)  # the same quantity, of fewer draws
+    monkeypatch.delenv(airfoil.VARIABLE)
+    with pytest.raises(SystemExit, match="no data file was given: pass --data, or set ADAMMCMC_AIRFOIL"):
+        airfoil.main([])
+
+
+def test_scores_of_a_mixture_of_normals() -> None:
+    """Against torch.distributions."""
+    means, variances = torch.randn(3, 7, 1), torch.rand(3, 7, 1) + 0.1
+    targets = torch.randn(7, 1)
+    mixture = torch.distributions.MixtureSameFamily(
+        torch.distributions.Categorical(torch.ones(7, 1, 3)),
+        torch.distributions.Normal(means.movedim(0, -1), variances.sqrt().movedim(0, -1)),
+    )
+    found = airfoil.scores(means, variances, targets)
+    assert found["nll_mixture"] == pytest.approx(-float(mixture.log_prob(targets).mean()), abs=2e-4)
+    normal = torch.distributions.Normal(mixture.mean, mixture.variance.sqrt())
+    assert found["nll_normal"] == pytest.approx(-float(normal.log_prob(targets).mean()), abs=2e-4)
 
 
 def test_step_cost(monkeypatch: pytest.MonkeyPatch) -> None:

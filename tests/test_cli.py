@@ -293,6 +293,29 @@ def test_a_dry_run_says_all_and_writes_nothing(home: Path, monkeypatch: pytest.M
         assert words in answer.out, words
 
 
+def test_members_are_trained_once_and_not_in_a_dry_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adammcmc.cli.forecast._ENOUGH_SECONDS", 0.0)
+    real = adammcmc.TrainMembers.train
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("it trained")
+
+    monkeypatch.setattr(adammcmc.TrainMembers, "train", fail)
+    call = ("sample", "good.toml", "-o", "runs/apart", "--set", "members={max_steps=20}", "--set", "run.num_chains=2")
+    answer = ask(*call, "--dry-run")
+    assert answer.code == 0, answer.err
+    assert "starts   a member trained for each chain: Adam, lr 0.001" in answer.out
+    monkeypatch.setattr(adammcmc.TrainMembers, "train", real)
+    answer = ask(*call)
+    assert answer.code == 0, answer.err
+    assert "trained 2 members in " in answer.out
+    assert "validation loss " in answer.out
+    monkeypatch.setattr(adammcmc.TrainMembers, "train", fail)
+    answer = ask("resume", "runs/apart", "--num-draws", "9", "--trust-code")
+    assert answer.code == 0, answer.err
+    assert "18 draws of 2 chains" in answer.out
+
+
 def test_the_schema_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adammcmc.cli.forecast._ENOUGH_SECONDS", 0.0)
     answer = ask("schema")

@@ -57,6 +57,7 @@ def test_every_sampler_and_test_of_the_library_can_be_named() -> None:
     tests = {"AlwaysAccept", "Barker", "Confidence", "FullData", "Minibatch", "Penalty", "Sequential"}
     assert set(named_things("acceptance")) == tests
     assert set(named_things("burn_in")) == {"BurnIn"}
+    assert set(named_things("members")) == {"TrainMembers"}
 
 
 def test_options_of_samplers_are_all_their_numbers() -> None:
@@ -125,9 +126,9 @@ MANY = pytest.mark.parametrize("number", [100, pytest.param(1000, marks=pytest.m
 # --- nothing shows a traceback --------------------------------------------------------------------------------------------
 
 KEYS = sorted({option.name for _, _, options in schema() for option in options} | {"name"})
-SECTIONS = ["model", "data", "loss", "training", "run", "sampler", "prior", "acceptance", "burn_in"]
+SECTIONS = ["model", "data", "loss", "training", "run", "sampler", "prior", "acceptance", "burn_in", "members"]
 NAMES = [
-    *(name for section in SECTIONS[-4:] for name in named_things(section)),
+    *(name for section in SECTIONS[-5:] for name in named_things(section)),
     *TASKS,
     "cross_entropy",
     "GaussianNLL",

@@ -94,7 +94,9 @@ def test_the_page_on_many_chains(names: dict[str, Any], capsys: pytest.CaptureFi
     assert names["posterior"].num_chains == 16
     assert names["posterior"].store.manifest["configuration"]["stacked"]
     assert [names["scan"].settings(c)["sigma"] for c in range(8)] == names["sigmas"].tolist()
-    assert len(capsys.readouterr().out.splitlines()) == 8
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 8 + 12  # the scan's settings, and the table of the members
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(names["apart"], names["again"], strict=True) for key in a)
 
 
 def test_the_page_on_jets_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,6 +141,13 @@ def test_the_page_on_the_command_line_is_that_of_the_code() -> None:
     """If this fails: python docs/commands.py"""
     made = runpy.run_path(str(ROOT / "docs" / "commands.py"))["page"]()
     assert (ROOT / "docs" / "cli.md").read_text() == made
+
+
+def test_the_configuration_that_trains_members_can_be_read() -> None:
+    [text] = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / "many.md").read_text(), re.DOTALL | re.MULTILINE)
+    config = read_config(text)
+    assert config.members is not None
+    assert config.members.options == {"lr": 1e-2}
 
 
 def test_the_configuration_on_the_page_can_be_read() -> None:

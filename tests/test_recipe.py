@@ -162,6 +162,27 @@ def test_training_lowers_the_loss(home: Path) -> None:
     assert made(home).train_first() is None
 
 
+def test_members_are_trained_for_the_chains(home: Path) -> None:
+    """The section alone requests it; its keys are those of `TrainMembers`."""
+    assert made(home).plan(None).initial is None
+    assert made(home, "members={}").plan(None).initial == adammcmc.TrainMembers()
+    recipe = made(home, "members={lr=0.05, max_steps=30, validation=0.25}", "run.num_chains=2")
+    plan = recipe.plan(None, num_draws=1, gap=1, burn_in=0, progress=False)
+    assert plan.initial == adammcmc.TrainMembers(lr=0.05, max_steps=30, validation=0.25)
+    manifest = plan.run().store.manifest
+    assert manifest["members"]["num_validation"] == 10
+    assert len(set(manifest["starts"])) == 2
+    task = prepare(Source('task = "two-moons"\n[members]', (), home, "task.toml"))
+    assert task.training_steps == 0  # the task's own training would be in vain
+    for changes, words in (
+        (["members={rate=1}"], r"\[members\] `rate` is unknown to TrainMembers"),
+        (["members={patience=0}"], r"\[members\] `patience` must be an integer of at least 1, got 0"),
+        (["members={}", "training.steps=5"], r"\[training\] `steps` and \[members\] both train"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            made(home, *changes).plan(None)
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_tasks_are_learnt_and_say_their_size(name: str) -> None:
     task = TASKS[name]()

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from adammcmc.runs.callbacks import Callback as Callback
     from adammcmc.runs.callbacks import Event as Event
     from adammcmc.runs.callbacks import TensorBoard as TensorBoard
+    from adammcmc.runs.members import Members as Members
+    from adammcmc.runs.members import TrainMembers as TrainMembers
+    from adammcmc.runs.members import train_members as train_members
     from adammcmc.runs.plan import Plan as Plan
     from adammcmc.runs.plan import sample as sample
     from adammcmc.samplers import diagnostics as diagnostics
@@ -123,6 +126,7 @@ _HOMES = {
     "posterior.summary": "Row Summary",
     "runs.advice": "Calibration Suggestion calibrate_sigma suggest",
     "runs.callbacks": "Callback Event TensorBoard",
+    "runs.members": "Members TrainMembers train_members",
     "runs.plan": "Plan sample",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -124,6 +124,10 @@ def sample(
         if (loss := recipe.train_first()) is not None:
             say(f"trained: {recipe.training_steps:,} steps of Adam, last loss {loss:.4g}")
         posterior = plan.run()
+    if (members := posterior.store.manifest.get("members")) is not None:
+        losses = members["losses"]
+        kind = "validation loss" if members["num_validation"] else "training loss"
+        say(f"trained {len(losses)} members in {members['seconds']:.0f} s, {kind} {min(losses):.4g} to {max(losses):.4g}")
     _show_result(posterior, path, _flag(recipe))
 
 

@@ -1,8 +1,8 @@
 """TOML -> frozen dataclasses: the configuration of `adammcmc sample`, validated before anything is loaded.
 
 A section is a dataclass below, with one `key` for each setting; or its keys are the arguments of something in the library: of
-`sample` for [run], of the named class for [sampler], [prior], [acceptance] and [burn_in]. The documentation of the file is
-generated from both.
+`sample` for [run], of `TrainMembers` for [members], of the named class for [sampler], [prior], [acceptance] and [burn_in]. The
+documentation of the file is generated from both.
 """
 
 # ruff: noqa: RUF009  (`key` returns a dataclass field)
@@ -113,6 +113,7 @@ class Config:
     prior: Choice | None
     acceptance: Choice | None
     burn_in: Choice | None
+    members: Choice | None
 
     @property
     def code(self) -> list[str]:
@@ -126,6 +127,7 @@ class Config:
 _HINTS = typing.get_type_hints(Config)
 _SECTIONS: dict[str, type] = {name: kind for name, kind in _HINTS.items() if isinstance(kind, type)}
 _CHOICES = [name for name, kind in _HINTS.items() if kind == Choice | None]
+_UNNAMED = ("burn_in", "members")  # sections of one object, which need no `name`
 _DEFAULT_SAMPLER = "Underdamped"
 _DTYPES = Literal["float64", "float32", "bfloat16", "float16"] | None
 _TASK = Option("task", str | None, None, "A bundled task, in place of [model], [data] and [loss]")
@@ -135,7 +137,7 @@ _FILLED = ("params", "num_data", "generator", "examples", "fixed_data", "prior",
 
 @cache
 def named_things(section: str) -> dict[str, Callable[..., Any]]:
-    """The objects that [sampler], [prior], [acceptance] and [burn_in] may name. New samplers and tests appear by themselves."""
+    """The objects that [sampler], [prior], [acceptance], [burn_in] and [members] may name. New samplers and tests appear."""
     import adammcmc
     from adammcmc.samplers.sampler import Sampler
 
@@ -156,7 +158,7 @@ def named_things(section: str) -> dict[str, Callable[..., Any]]:
     if section == "acceptance":
         things = {name: getattr(adammcmc.acceptance, name) for name in adammcmc.acceptance.__all__}
         return {name: thing for name, thing in things.items() if hasattr(thing, "needs_noise") and _is_configurable(thing)}
-    return {"BurnIn": adammcmc.BurnIn}
+    return {"BurnIn": adammcmc.BurnIn} if section == "burn_in" else {"TrainMembers": adammcmc.TrainMembers}
 
 
 def _is_configurable(thing: Callable[..., Any]) -> bool:
@@ -265,7 +267,7 @@ def parse(table: Mapping[str, Any]) -> Config:
 def _choice(section: str, table: Mapping[str, Any]) -> Choice:
     """The named object and its validated options."""
     place, things, given = f"[{section}]", named_things(section), dict(table)
-    name = given.pop("name", next(iter(things)) if section in ("burn_in", "sampler") else None)
+    name = given.pop("name", next(iter(things)) if section in (*_UNNAMED, "sampler") else None)
     if not isinstance(name, str):
         raise ValueError(f"{place} `name` must be one of {', '.join(things)}{'' if name is None else f', got {name!r}'}.")
     if section == "sampler" and ":" in name:
@@ -290,6 +292,8 @@ def _check_whole(config: Config) -> None:
         raise ValueError(f"{missing[0]} is missing. A configuration names a network, data and a loss, or a `task`.")
     if config.run.burn_in is not None and config.burn_in is not None:
         raise ValueError("[run] `burn_in` and [burn_in] both set the burn-in: remove one of them.")
+    if config.training.steps and config.members is not None:
+        raise ValueError("[training] `steps` and [members] both train before sampling: remove one of them.")
     if (likelihood := config.loss.likelihood) is not None and likelihood not in LIKELIHOODS:
         raise ValueError(f"[loss] there is no likelihood '{likelihood}': {nearest(likelihood, LIKELIHOODS)}")
 
@@ -308,7 +312,7 @@ def schema() -> Iterator[tuple[str, str, list[Option]]]:
         yield f"[{name}]", text, section_options(name)
     for section in _CHOICES:
         for name, thing in named_things(section).items():
-            heading = f"[{section}]" if section == "burn_in" else f'[{section}] name = "{name}"'
+            heading = f"[{section}]" if section in _UNNAMED else f'[{section}] name = "{name}"'
             first = inspect.cleandoc(thing.__doc__ or "").split("\n\n")[0]
             yield heading, " ".join(first.split()), thing_options(section, name)
 

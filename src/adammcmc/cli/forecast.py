@@ -93,7 +93,9 @@ def _timed(recipe: Recipe, steps: int) -> tuple[float, Posterior]:
     began = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one step of burn-in adapts nothing
-        posterior = recipe.plan(None, burn_in=shortest, num_draws=1, gap=steps, keep="moments", progress=False).run()
+        posterior = recipe.plan(
+            None, burn_in=shortest, num_draws=1, gap=steps, keep="moments", initial=None, progress=False
+        ).run()
     return time.perf_counter() - began, posterior
 
 

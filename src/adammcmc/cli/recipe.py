@@ -154,6 +154,7 @@ class Recipe:
             "sampler": self.sampler(),
             "prior": self._made("prior"),
             "burn_in": self.burn_in,
+            "initial": self._made("members"),
             "dtype": None if dtype is None else getattr(torch, dtype),
             "likelihood": self.config.loss.likelihood,
             "num_data": self.config.data.num_data,
@@ -238,7 +239,8 @@ def prepare(source: Source) -> Recipe:
         model.train(config.model.mode == "train")
     steps = config.training.steps
     if steps is None:
-        steps = 0 if task is None or config.model.weights is not None else task.training_steps
+        is_trained = config.model.weights is not None or config.members is not None
+        steps = 0 if task is None or is_trained else task.training_steps
     return Recipe(config, source, model, _loss(config, folder) if task is None else task.loss, task, steps)
 
 

@@ -31,6 +31,8 @@ def save_run(store: Store, path: Path) -> Path:
     has_weights = {(record["chain"], record["draw"]) for record in store.kept()}
     copy = FolderStore(path, manifest)
     try:
+        if (starts := store.starts()) is not None:
+            copy.save_starts(starts)
         for number, record in enumerate(store.index):
             chain, keep = record["chain"], manifest["keep"]
             copy.append(record, store.load(record) if (chain, record["draw"]) in has_weights else {})

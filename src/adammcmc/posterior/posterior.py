@@ -17,7 +17,7 @@ from adammcmc.posterior.diagnosis import Compared, Diagnosis, by_chain, compare
 from adammcmc.posterior.export import save_run, to_arviz
 from adammcmc.posterior.moments import Moments
 from adammcmc.posterior.predictive import Forward, Prediction, predict
-from adammcmc.posterior.store.folder import FolderStore, Record, Store
+from adammcmc.posterior.store.folder import FolderStore, MemoryStore, Record, Store
 from adammcmc.posterior.summary import Summary
 from adammcmc.samplers.health import Health
 from adammcmc.samplers.terminal import printable
@@ -114,6 +114,19 @@ class Posterior:
     def _check_chain(self, chain: int) -> None:
         if chain not in self._chains:
             raise ValueError(f"`chain` must be one of {', '.join(map(str, self._chains))}, got {chain}.")
+
+    @property
+    def starts(self) -> Posterior:
+        """The weights that the chains started from, as one draw of each: their score is the baseline of the draws'.
+
+        Only of runs with `initial`, such as trained members.
+        """
+        if (states := self.store.starts()) is None:
+            raise ValueError("all chains of this run started at the weights of the model: `initial` was not given.")
+        store = MemoryStore({**self.store.manifest, "keep": "draws", "dtype": None})
+        for chain in self._chains:
+            store.append({"chain": chain, "draw": 0, "step": 0}, states[chain])
+        return Posterior(store, self.model, store.index, self._chains)
 
     def trace(self, name: str) -> Tensor:
         """A column of the index, such as "loss" or "potential", (chains, draws), float64, cut to the shortest chain.

@@ -33,7 +33,7 @@ _MOST_LAYERS = 12  # that are printed
 
 ONE_START = (
     "all chains started at the same weights: agreement of chains from one start cannot reveal another mode; start them "
-    "from different trained networks (`initial=` of `sample`)"
+    "from different trained networks (`initial=TrainMembers()` of `sample`)"
 )
 
 

@@ -21,6 +21,7 @@ from adammcmc.errors import StoreMismatch, warn
 from adammcmc.posterior.posterior import check_model, describe_tensors
 from adammcmc.posterior.store.encoding import plain_json
 from adammcmc.runs.factory import Factory, finds_settings, innermost
+from adammcmc.runs.members import TrainMembers
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.sampler import Sampler
 from adammcmc.target.priors import Prior
@@ -35,7 +36,8 @@ __all__ = ["check_same_run", "new_manifest", "note_environment"]
 def new_manifest(session: Session, loop: Loop) -> dict[str, Any]:
     """The manifest of a run whose first chain, or all of whose chains, are in `loop` at their first step."""
     plan, data, model, sampler = session.plan, session.data, session.model, session.prototype
-    starts = plan.initial or [model.state_dict()] * plan.num_chains
+    starts = session.initial or [model.state_dict()] * plan.num_chains
+    training, members = plan.initial if isinstance(plan.initial, TrainMembers) else None, session.members
     first = session.first_batch
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -44,6 +46,7 @@ def new_manifest(session: Session, loop: Loop) -> dict[str, Any]:
         "gradients_per_step": sampler.gradients_per_step,
         "chains": [_chain_options(sampler, session.factory, session.scan, chain) for chain in range(plan.num_chains)],
         "starts": [_checksum(state) for state in starts],
+        **({} if members is None else {"members": members.record()}),
         "keep": plan.keep,
         "dtype": None if plan.dtype is None else str(plan.dtype).removeprefix("torch."),
         "has_targets": not session.loss.takes_model(first),
@@ -64,6 +67,7 @@ def new_manifest(session: Session, loop: Loop) -> dict[str, Any]:
             "settings": _settings_of(sampler),
             **({"stacked": True} if loop.key is None else {}),
             **({"scan": session.scan} if session.scan else {}),
+            **({} if training is None else {"members": training.settings()}),
         },
         "prior": _describe_prior(sampler.target.prior, sampler),
         "data": {"num_data": data.num_data, "fingerprint": data.fingerprint(), "all_rows": data.all_rows()},
@@ -86,7 +90,7 @@ def check_same_run(before: dict[str, Any], now: dict[str, Any], session: Session
     if session.data.why_not_resumable is not None:
         raise StoreMismatch(f"{what} cannot be resumed: {session.data.why_not_resumable}.")
     old, new = (
-        {"stacked": None, "scan": None, **x["configuration"]}
+        {"stacked": None, "scan": None, "members": None, **x["configuration"]}
         | {key: x[key] for key in ("keep", "dtype", "likelihood")}
         | {"num_data": x["data"]["num_data"], "target": x["target_at_first"]}
         for x in (before, now)

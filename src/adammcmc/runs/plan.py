@@ -22,6 +22,7 @@ from adammcmc.posterior.posterior import Posterior
 from adammcmc.posterior.store.encoding import can_store
 from adammcmc.runs.callbacks import Callback
 from adammcmc.runs.factory import Factory, given_options, innermost
+from adammcmc.runs.members import TrainMembers
 from adammcmc.runs.session import Session
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.processes import check_not_distributed
@@ -65,7 +66,7 @@ class Plan:
     resume: bool = False
     keep: Literal["draws", "moments"] | int = "draws"
     dtype: torch.dtype | None = None
-    initial: Sequence[Mapping[str, Tensor]] | None = None
+    initial: Sequence[Mapping[str, Tensor]] | TrainMembers | None = None
     warm_start: torch.optim.Optimizer | Mapping[str, Any] | None = None
     scheduler: Callable[[Sampler], LRScheduler] | None = None
     callbacks: Sequence[Callback] = ()
@@ -92,15 +93,27 @@ class Plan:
             raise ValueError("resume=True needs `path`, the folder of the run.")
         if self.path is not None:
             object.__setattr__(self, "path", Path(self.path).expanduser())
-        if self.initial is not None and len(self.initial) != self.num_chains:
-            raise ValueError(
-                f"`initial` must have one state dictionary for each of {self.num_chains} chains, got {len(self.initial)}."
-            )
+        self._check_initial()
         if not isinstance(self.callbacks, list | tuple):
             raise TypeError(f"`callbacks` must be a list of callbacks, got {type(self.callbacks).__name__}.")
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
                 raise TypeError(f"`callbacks` must hold instances of adammcmc.Callback, got {type(callback).__name__}.")
+
+    def _check_initial(self) -> None:
+        initial, chains = self.initial, self.num_chains
+        if initial is None or isinstance(initial, TrainMembers):
+            return
+        if isinstance(initial, Mapping) or not hasattr(initial, "__len__") or not hasattr(initial, "__getitem__"):
+            raise TypeError(
+                "`initial` must be a list of state dictionaries, what `train_members` returned, or TrainMembers(), got "
+                f"{'one state dictionary' if isinstance(initial, Mapping) else type(initial).__name__}."
+            )
+        if len(initial) != chains:
+            raise ValueError(
+                f"`initial` must have one state dictionary for each of {chains} chain{'s' * (chains != 1)}, got "
+                f"{len(initial)}. Set num_chains={len(initial)}."
+            )
 
     def _check_model(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -125,10 +138,19 @@ class Plan:
                 + ("" if self.batch_size is None else f", batches of {self.batch_size}"),
                 f"chains   {self.num_chains}, each with {self.num_draws} draws {self.gap} steps apart after {burn_in}; "
                 f"seed {self.seed}",
+                *self._starts(),
                 f"storage  {f'last {self.keep} draws' if isinstance(self.keep, int) else self.keep} in "
                 + ("memory" if self.path is None else f"'{self.path}'"),
             ]
         )
+
+    def _starts(self) -> list[str]:
+        """A line on what the chains start from, unless it is the model."""
+        if self.initial is None:
+            return []
+        if not isinstance(self.initial, TrainMembers):
+            return ["starts   a given state dictionary for each chain"]
+        return [f"starts   a member trained for each chain: {self.initial}"]
 
     @property
     def folder(self) -> Path:
@@ -166,7 +188,7 @@ def sample(
     resume: bool = False,
     keep: Literal["draws", "moments"] | int = "draws",
     dtype: torch.dtype | None = None,
-    initial: Sequence[Mapping[str, Tensor]] | None = None,
+    initial: Sequence[Mapping[str, Tensor]] | TrainMembers | None = None,
     warm_start: torch.optim.Optimizer | Mapping[str, Any] | None = None,
     scheduler: Callable[[Sampler], LRScheduler] | None = None,
     callbacks: Sequence[Callback] = (),
@@ -180,7 +202,7 @@ def sample(
     The model is sampled in its current modes (`train` or `eval`), and restored before this returns.
 
     Args:
-        model: preferably trained; the chains start from its weights.
+        model: preferably trained; the chains start from its weights, or from `initial`.
         train: tensors (inputs, targets) on any device; arrays, or paths of .npy files, which are memory-mapped; a
             Dataset; or a DataLoader. See `as_data`.
         loss: a function of outputs and targets, such as `F.cross_entropy`, or of model and batch (name its first
@@ -205,13 +227,13 @@ def sample(
             same, except that `num_draws` may grow. (Other versions, devices or numbers of threads raise a warning.)
         keep: "draws"; "moments" (mean and variance of the weights); or a number k: moments and the last k draws.
         dtype: of the stored draws; None is the dtype of the weights.
-        initial: one state dictionary per chain to start from.
+        initial: a state dictionary for each chain to start from; or `TrainMembers()`, which trains a network for each.
         warm_start: an optimizer (or its state) whose moments `AdamMCMC` starts from.
         scheduler: makes a scheduler from the sampler; stepped after each step.
         callbacks: see `Callback`; `TensorBoard(folder)` writes scalars.
         likelihood: the meaning of the outputs, for prediction; None is inferred from the loss. See `Likelihood`.
         num_data: required only for iterable data without a length.
-        config: how the model and the data were made, as JSON: stored in `run.json` for the command line.
+        config: how model and data were made, as JSON: stored in `run.json` for the command line.
         progress: show a bar if standard error is a terminal.
 
     Returns:

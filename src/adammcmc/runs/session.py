@@ -29,10 +29,11 @@ from adammcmc.runs.factory import as_factory, build, finds_settings, given_optio
 from adammcmc.runs.interrupts import deferred_interrupt
 from adammcmc.runs.loop import Loop, OneChain
 from adammcmc.runs.manifest import check_same_run, new_manifest, note_environment
+from adammcmc.runs.members import Members, TrainMembers
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.chains import Chains
 from adammcmc.samplers.corrected import CorrectedMALA
-from adammcmc.samplers.modules import model_tensors, write_tensors
+from adammcmc.samplers.modules import restored
 from adammcmc.samplers.progress import show_bar
 from adammcmc.samplers.sampler import Sampler
 from adammcmc.samplers.stacked import CannotStack, Setup, StackedChains, setup_of, stack
@@ -69,13 +70,18 @@ class Session:
         self.likelihood = likelihood_of(plan.loss) if plan.likelihood is None else as_likelihood(plan.likelihood)
         self.prototype: Sampler  # the newest of chain 0
         self.first_batch: Any = None
+        starts = plan.initial
+        self.initial = None if isinstance(starts, TrainMembers) else starts  # a state dictionary of each chain, once trained
+        if isinstance(starts, TrainMembers):
+            starts.check(self.data)
+        self.members: Members | None = None  # trained by this session
         self.probe: Probe | None = None  # predictions that are stored with each draw
         self.stack: StackedChains | None = None  # all chains at once; None where they run one after another
 
     @contextmanager
     def prepared(self) -> Iterator[Session]:
         """Evaluates the loss once and decides whether to stack. At the end the model and the data are as before."""
-        with _restored(self.model, self.device):
+        with restored(self.model, self.device):
             try:
                 batch = self.data.fetch(slice(None)) if self.has_fixed_data else next(self.data)
                 self.first_batch = to_device(batch, self.device)
@@ -112,7 +118,7 @@ class Session:
         prototype = self.new_sampler(0)
         setups: list[Setup] = [setup_of(prototype, self.model, None)]
         for chain in range(1, plan.num_chains):
-            is_like_first = not self.scan and plan.initial is None
+            is_like_first = not self.scan and self.initial is None
             setups.append(setups[0] if is_like_first else setup_of(self.new_sampler(chain), self.model, setups[0]))
         examples = prototype.network.examples
         if isinstance(examples, DataExamples):  # vmap needs the uncompiled model
@@ -164,8 +170,8 @@ class Session:
     def new_sampler(self, chain: int) -> Sampler:
         """The sampler of a chain, with its starting weights in the model."""
         plan, data = self.plan, self.data
-        if plan.initial is not None:
-            self.model.load_state_dict(plan.initial[chain])
+        if self.initial is not None:
+            self.model.load_state_dict(self.initial[chain])
         factory = functools.partial(self.factory, **{name: values[chain] for name, values in self.scan.items()})
         generator = torch.Generator(self.device).manual_seed(derive_seed(plan.seed, chain, 0))
         options: dict[str, Any] = {"num_data": data.num_data, "generator": generator}
@@ -201,6 +207,7 @@ class Session:
 
     def run(self) -> Store:
         """Run all chains to their last draw, from their start or from the checkpoints of the run to resume."""
+        self._train_members()
         manifest = self.manifest()
         with closing(self._open_store(manifest)) as store:
             self._prepare_store(store, manifest)
@@ -214,6 +221,21 @@ class Session:
                         self._attach_draws(error, loop, store)
                         raise
         return store
+
+    def _train_members(self) -> None:
+        """Train what the chains start from, if the plan says so. A resumed run has its starts, or what became of them.
+
+        Nothing is written before: a run that is stopped here leaves no folder.
+        """
+        plan = self.plan
+        if not isinstance(plan.initial, TrainMembers) or self._is_resumed:
+            return
+        options: dict[str, Any] = {"seed": plan.seed, "progress": plan.progress}
+        members = plan.initial.train(self.model, self.data, self.loss, self.likelihood, plan.num_chains, **options)
+        _logger.info(str(members))
+        self.initial = self.members = members
+        if self.stack is not None:
+            self.stack = self._join_chains()
 
     def _attach_draws(self, error: BaseException, loop: Loop, store: Store) -> None:
         """Make the completed draws available from the exception, and note where they are."""
@@ -267,6 +289,8 @@ class Session:
             store.manifest["configuration"]["num_draws"] = self.plan.num_draws
             store.manifest |= {key: manifest[key] for key in ("config",) if key in manifest}
         else:
+            if self.initial is not None:
+                store.save_starts(self.initial)
             for key in self.keys:
                 store.save(key, state_of(self.new_loop(key)))
         store.write_manifest()  # last: from now on the folder holds a run
@@ -303,23 +327,3 @@ def prefers_stack(device: torch.device, model: nn.Module) -> bool:
     A layer with kernels of its own that vmap cannot use opts out by `is_fast_alone`.
     """
     return device.type == "cuda" and not any(getattr(module, "is_fast_alone", False) for module in model.modules())
-
-
-@contextmanager
-def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restores weights, buffers, gradients, modes and torch's global random numbers at the end."""
-    before = {name: x.detach().clone() for name, x in model_tensors(model)}
-    absent = [(module, name) for module in model.modules() for name, x in module._buffers.items() if x is None]
-    grads = [(p, p.grad) for p in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
-            for p, grad in grads:
-                p.grad = grad
-            for module, name in absent:
-                module._buffers[name] = None
-            write_tensors(model, before)

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from adammcmc.samplers.processes import check_module
 
-__all__ = ["BatchNormPolicy", "BufferKey", "ClosureReport", "Seen", "buffer", "check_closure", "is_equal", "watch"]
+__all__ = ["BatchNormPolicy", "BufferKey", "ClosureReport", "Seen", "buffer", "check_closure", "is_equal", "restored", "watch"]
 
 BatchNormPolicy = Literal["batch", "frozen"]
 BufferKey = tuple[nn.Module, str]
@@ -180,6 +180,26 @@ def set_random_state(states: list[Tensor], device: torch.device) -> None:
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
+
+
+@contextmanager
+def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restores weights, buffers, gradients, modes and torch's global random numbers at the end."""
+    before = {name: x.detach().clone() for name, x in model_tensors(model)}
+    absent = [(module, name) for module in model.modules() for name, x in module._buffers.items() if x is None]
+    grads = [(p, p.grad) for p in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            for p, grad in grads:
+                p.grad = grad
+            for module, name in absent:
+                module._buffers[name] = None
+            write_tensors(model, before)
 
 
 class ClosureReport(NamedTuple):

@@ -73,6 +73,14 @@ class Store(ABC):
     def saved(self, key: int | None) -> dict[str, Any] | None:
         """The newest checkpoint; None if there is none."""
 
+    @abstractmethod
+    def save_starts(self, states: Sequence[Tensors]) -> None:
+        """Keep what the chains start from, a state dictionary for each."""
+
+    @abstractmethod
+    def starts(self) -> list[dict[str, Tensor]] | None:
+        """What the chains started from; None if that was the model."""
+
     def commit(self, records: Sequence[Record], tensors: Tensors, state: dict[str, Any] | None) -> None:
         """Add a draw of one or all chains, tensors (chains, ...), and the checkpoint after it (None: no checkpoint)."""
         host = {name: x.detach().cpu() for name, x in tensors.items()}
@@ -102,6 +110,7 @@ class MemoryStore(Store):
         super().__init__(manifest)
         self._tensors: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._saved: dict[int | None, dict[str, Any]] = {}
+        self._starts: list[dict[str, Tensor]] | None = None
 
     def append(self, record: Record, tensors: Tensors) -> None:
         chain, draw, keep = record["chain"], record["draw"], self.manifest["keep"]
@@ -119,6 +128,12 @@ class MemoryStore(Store):
 
     def saved(self, key: int | None) -> dict[str, Any] | None:
         return self._saved.get(key)
+
+    def save_starts(self, states: Sequence[Tensors]) -> None:
+        self._starts = [_on_host(state, None) for state in states]
+
+    def starts(self) -> list[dict[str, Tensor]] | None:
+        return self._starts
 
 
 def _on_host(tensors: Tensors, dtype: str | None) -> dict[str, Tensor]:

@@ -110,6 +110,10 @@ class _Folder(FolderStore):
         self._index = {chain: lines.records for chain, lines in self._lines.items()}
         self.problems += [f"'{self.path / name}' is missing." for name in self.missing_chains()]
         self.problems += [f"{lines.problem}." for lines in self._lines.values() if lines.problem is not None]
+        try:
+            self.starts()
+        except StoreCorrupt as error:
+            self.problems.append(str(error))
         self._bad: dict[tuple[int, int], str] = {}
         for record in self.kept():
             self._try_draw(record)

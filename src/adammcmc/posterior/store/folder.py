@@ -6,6 +6,7 @@
     chain-0/draw-000000.safetensors          parameters and buffers of one draw, under the names of `model.state_dict()`
     chain-0/checkpoint.safetensors           everything needed to resume the chain; its metadata entry "state" is JSON
     chain-0/checkpoint.previous.safetensors  the one before, in case the newest is damaged
+    starts.safetensors                       the weights that the chains started from, where they were given
     checkpoint.safetensors                   of chains that run at once: one for all of them, instead of one per chain
 
 A file appears under its name only when it is complete, and a draw exists once its line in the index is complete. Each
@@ -40,6 +41,7 @@ from adammcmc.posterior.store.checkpoint_files import CHECKPOINT, PREVIOUS, Chec
 from adammcmc.posterior.store.encoding import HostCopies, Tensors, safetensors_parts, strict_json
 from adammcmc.posterior.store.lock import LOCK, Lock
 from adammcmc.posterior.store.records import MANIFEST, Lines, draw_name, line_of, manifest_text, read_lines, read_manifest
+from adammcmc.posterior.store.starts_file import STARTS, read_starts, write_starts
 
 __all__ = ["FolderStore", "MemoryStore", "Record", "Store", "read_manifest"]
 
@@ -89,9 +91,10 @@ class FolderStore(Store):
             raise StoreMismatch(f"'{self.path}' holds a run already. Pass resume=True to continue it, or choose another path.")
         # a run that was killed before it began has left at most its first checkpoints
         found = [p.relative_to(self.path) for p in self.path.rglob("*") if p.is_file() and p.suffix != ".tmp"]
-        if foreign := [str(p) for p in sorted(found) if p.name not in (LOCK, CHECKPOINT, PREVIOUS)]:
+        if foreign := [str(p) for p in sorted(found) if p.name not in (LOCK, CHECKPOINT, PREVIOUS, STARTS)]:
             raise StoreMismatch(f"'{self.path}' is not empty and holds no run (it has '{foreign[0]}'). Choose another path.")
         super().__init__(manifest)
+        (self.path / STARTS).unlink(missing_ok=True)  # of a run that was killed before it began
         chains = self._chain_folders()
         for folder in (self.path, *chains.values()):
             atomic.remove_leftovers(folder)
@@ -226,6 +229,12 @@ class FolderStore(Store):
         elif most > state["num_draws"]:
             warn(f"a checkpoint in '{self.path}' dates from draw {state['num_draws']} of {most}, as do health and moments.")
         return state
+
+    def save_starts(self, states: Sequence[Tensors]) -> None:
+        write_starts(self.path, self.manifest, states)
+
+    def starts(self) -> list[dict[str, Tensor]] | None:
+        return read_starts(self.path, self.manifest)
 
     def restore(self, key: int | None, chains: Sequence[int]) -> dict[str, Any] | None:
         """The newest checkpoint that is intact and whose draws are all in the index; warns if it is the previous one."""
