@@ -206,3 +206,34 @@ def test_the_page_on_acceptance_tests(names: dict[str, Any], capsys: pytest.Capt
     assert len(names["posterior"]) == 10
     assert "Barker on a growing batch" in names["posterior"].target
     assert "examples a step" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:burn-in")
+def test_the_page_on_densities(capsys: pytest.CaptureFixture[str]) -> None:
+    """The centred model gets its warning, with fewer steps; the non-centred one does not."""
+    model, centred, non_centred, draws, simplex = blocks("docs/density.md")
+    pytest.importorskip("arviz")
+    less = {
+        "num_steps=5000": "num_steps=2000",
+        "num_steps=10_000": "num_steps=1500",
+        "BurnIn(num_steps=2000)": "BurnIn(num_steps=800)",
+    }
+    names: dict[str, Any] = {}
+    exec(model, names)
+    for code, expected in ((centred, True), (non_centred, False)):
+        for words, fewer in less.items():
+            code = code.replace(words, fewer)
+        assert "num_steps=800" in code
+        exec(code, names)
+        printed = capsys.readouterr().out
+        assert ("funnel: moves fail in one region" in printed) == expected
+        assert "where tau is below" in printed or not expected
+        assert "tau: positive | underdamped Langevin: step size" in printed
+    exec(draws, names)
+    assert names["theta"].shape == (8, 1500, 8)
+    assert names["data"].posterior["eta"].shape == (8, 1500, 8)
+    exec(simplex, names)
+    shares = names["shares"].draws
+    chains = shares.mean(1)
+    truth = names["alpha"] / names["alpha"].sum()
+    assert float(((chains.mean(0) - truth).abs() / (chains.std(0) / len(chains) ** 0.5)).max()) < 6  # few chains: Student's t

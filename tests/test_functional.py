@@ -131,7 +131,7 @@ def test_initial_is_left_alone_and_draws_do_not_alias() -> None:
     ("change", "error", "message"),
     [
         ({"log_density": lambda x: -x.square()}, ValueError, "one number for each chain, shape .4,., got .4, 2."),
-        ({"initial": torch.full((4, 2), math.nan)}, ValueError, "zero or undefined at the starting point of 4 of 4"),
+        ({"initial": torch.full((4, 2), math.nan)}, ValueError, "`initial` is NaN or infinite in 4 of 4 chains"),
         ({"initial": torch.zeros(4, 2, dtype=torch.long)}, TypeError, "floating point"),
         ({"log_density": lambda x: 1.0}, TypeError, "must return a tensor, got float"),
         ({"kernel": kernels.mala(0.1, preconditioner=torch.ones(3))}, ValueError, "`preconditioner` must have the structure"),

@@ -60,6 +60,9 @@ if TYPE_CHECKING:
     from adammcmc.samplers.adam import OptimizerMCMC as OptimizerMCMC
     from adammcmc.samplers.adaptation import BurnIn as BurnIn
     from adammcmc.samplers.corrected import CorrectedMALA as CorrectedMALA
+    from adammcmc.samplers.draws import DensityDraws as DensityDraws
+    from adammcmc.samplers.draws_table import DensitySummary as DensitySummary
+    from adammcmc.samplers.draws_verdict import DensityVerdict as DensityVerdict
     from adammcmc.samplers.exact import MALA as MALA
     from adammcmc.samplers.exact import ExactAdamMCMC as ExactAdamMCMC
     from adammcmc.samplers.exact import Microcanonical as Microcanonical
@@ -111,6 +114,9 @@ _HOMES = {
     "kernels.kernel": "ChainState Info Kernel",
     "samplers.adaptation": "BurnIn",
     "samplers.corrected": "CorrectedMALA",
+    "samplers.draws": "DensityDraws",
+    "samplers.draws_table": "DensitySummary",
+    "samplers.draws_verdict": "DensityVerdict",
     "samplers.functional": "sample_density warm_up",
     "samplers.exact": "MALA ExactAdamMCMC Microcanonical Underdamped",
     "samplers.health": "Finding Health",

@@ -96,6 +96,10 @@ class AdamMCMCKernel(ProlateKernel):
         update, memory = self.direction(here.grad, state.memory, params)
         return self.proposal.propose(params, update, generator), memory
 
+    def details(self) -> list[str]:
+        betas = getattr(self.direction, "betas", None)
+        return [*super().details(), *([] if betas is None else [f"betas {betas}"])]
+
     def approximation(self, *, fixed_data: bool) -> list[str]:
         reasons = ["momentum without its correction C (Theorem 1)", *super().approximation(fixed_data=fixed_data)]
         if isinstance(self.proposal, Elementwise):

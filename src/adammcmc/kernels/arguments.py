@@ -27,6 +27,7 @@ __all__ = [
     "checked",
     "checked_one",
     "placed",
+    "settings_by_field",
     "settings_by_leaf",
     "settings_by_name",
     "times",
@@ -114,14 +115,20 @@ SETTINGS = ("lr", "sigma", "sigma_along", "step_size")
 """The kernels' fields that may have one value per chain."""
 
 
-def settings_by_leaf(kernel: Any) -> Iterator[tuple[str, list[Setting]]]:
-    """The settings of a kernel and of its parts, by name: one value per leaf, or one for all."""
+def settings_by_field(kernel: Any) -> Iterator[tuple[str, Settings]]:
+    """The settings of a kernel and of its parts, by name, as they were given."""
     for field in dataclasses.fields(kernel):
         value = getattr(kernel, field.name)
         if _is_part(value):
-            yield from settings_by_leaf(value)
+            yield from settings_by_field(value)
         elif field.name in SETTINGS:
-            yield field.name, value if isinstance(value, list) else [value]
+            yield field.name, value
+
+
+def settings_by_leaf(kernel: Any) -> Iterator[tuple[str, list[Setting]]]:
+    """The settings of a kernel and of its parts, by name: one value per leaf, or one for all."""
+    for name, value in settings_by_field(kernel):
+        yield name, [*value] if isinstance(value, list) else [value]
 
 
 def chain_settings(kernel: Any) -> Iterator[tuple[str, Tensor]]:

@@ -73,6 +73,9 @@ class CorrectedMALAKernel(MALAKernel):
     def restored(self, fields: tuple[Any, ...]) -> CarriedBatch:
         return CarriedBatch(*fields)
 
+    def details(self) -> list[str]:
+        return [*super().details(), f"rho {self.rho:g}", f"zeta {self.zeta:g}"]
+
     def approximation(self, *, fixed_data: bool) -> list[str]:
         if self.rho == 1:
             return []

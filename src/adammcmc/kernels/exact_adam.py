@@ -125,6 +125,10 @@ class ExactAdamMCMCKernel(ProlateKernel):
         """The memory from its fields, as a checkpoint has them."""
         return NoisyMoments(*(tuple(leaves) for leaves in fields))
 
+    def details(self) -> list[str]:
+        s1, s2 = self.momentum_spread
+        return [*super().details(), f"betas {self.betas}", f"momentum spread ({s1:.3g}, {s2:.3g})"]
+
     def approximation(self, *, fixed_data: bool) -> list[str]:
         own = [] if fixed_data else ["the gradient of a minibatch enters the target"]
         return own + super().approximation(fixed_data=fixed_data)

@@ -15,6 +15,7 @@ from adammcmc.kernels.backend import UnderdampedBackend
 from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, settle
 from adammcmc.kernels.proposal import Move
 from adammcmc.kernels.scaling import Dense, Scaling, forces, moves
+from adammcmc.kernels.words import preconditioner_in_words, setting
 from adammcmc.target.leaves import (
     Leaves,
     Setting,
@@ -198,6 +199,17 @@ class UnderdampedKernel(Kernel):
     def with_preconditioner(self, scaling: Leaves | Scaling, structure: Any = None) -> UnderdampedKernel:
         """The same kernel with this A: a diagonal, or a `Scaling`."""
         return replace(self, preconditioner=scaling, structure=structure)
+
+    def details(self) -> list[str]:
+        count = len(self.step_size) if isinstance(self.step_size, list) else 1
+        kept: list[Setting] = [c for c, _ in self.kept(count)]
+        memory = "new momentum at each step" if self.friction == math.inf else setting("momentum kept", kept)
+        return [
+            setting("step size", self.step_size),
+            memory,
+            f"{self.num_leapfrog} leapfrog step{'s' * (self.num_leapfrog > 1)}",
+            preconditioner_in_words(self.preconditioner),
+        ]
 
 
 def underdamped(

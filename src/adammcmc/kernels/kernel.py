@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from adammcmc.acceptance import AcceptanceTest, Comparison, Verdict
-from adammcmc.kernels.arguments import check_chains
+from adammcmc.kernels.arguments import check_chains, settings_by_field
 from adammcmc.kernels.proposal import Move
+from adammcmc.kernels.words import acceptance_in_words, exactness, setting
 from adammcmc.target.leaves import Leaves, flatten, is_finite, select, unflatten
 from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
@@ -130,6 +131,22 @@ class Kernel(Protocol):
         """Why the kernel does not leave the target invariant, in a few words each; empty if it is exact."""
         reason = self.acceptance.approximation(fixed_data=fixed_data)
         return [] if reason is None else [reason]
+
+    def details(self) -> list[str]:
+        """The settings that matter, in a few words each."""
+        return [setting(name.replace("_", " "), value) for name, value in settings_by_field(self)]
+
+    def describe(self, *, fixed_data: bool | None = None) -> str:
+        """The kernel in one line: name, settings, acceptance test, exact or approximate: why.
+
+        `fixed_data`: whether the target is a density, or every gradient uses all data; None gives both answers.
+        """
+        reasons = (self.approximation(fixed_data=fixed) for fixed in (True, False))
+        test = acceptance_in_words(self.acceptance, fixed_data=fixed_data)
+        return f"{self.name}: {', '.join(self.details())} | {test} | {exactness(*reasons, fixed_data=fixed_data)}"
+
+    def __str__(self) -> str:
+        return self.describe()
 
 
 class Once(Generic[_T]):

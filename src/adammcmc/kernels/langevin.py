@@ -12,6 +12,7 @@ from adammcmc.acceptance import AcceptanceTest, Minibatch
 from adammcmc.kernels.arguments import check_noise, check_preconditioner, checked, checked_one, times
 from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, settle
 from adammcmc.kernels.proposal import Langevin
+from adammcmc.kernels.words import preconditioner_in_words, setting
 from adammcmc.target.leaves import Leaves, Setting, Settings, by_chain, flatten, spread_settings, widen
 from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
@@ -69,6 +70,12 @@ class MALAKernel(Kernel):
     def with_preconditioner(self, diagonal: Leaves, structure: Any = None) -> Self:
         """The same kernel with this A."""
         return replace(self, proposal=replace(self.proposal, preconditioner=diagonal), structure=structure)
+
+    def details(self) -> list[str]:
+        along = self.proposal.sigma_along
+        more = [] if isinstance(along, float | int) and along == 0 else [setting("sigma along", along)]
+        sizes = [setting("step size", self.step_size), setting("noise", self.proposal.sigma)]
+        return [*sizes, *more, preconditioner_in_words(self.proposal.preconditioner)]
 
 
 def mala(

@@ -27,12 +27,14 @@ from torch import Tensor
 
 from adammcmc.acceptance import AcceptanceTest
 from adammcmc.errors import warn
-from adammcmc.kernels.arguments import chain_settings
+from adammcmc.kernels.arguments import chain_settings, settings_by_name
 from adammcmc.kernels.proposal import Prolate
 from adammcmc.kernels.scaling import Scaling, restored, stored
+from adammcmc.kernels.words import preconditioner_in_words
 from adammcmc.samplers.approach import Approach
 from adammcmc.samplers.diagnostics import rhat
 from adammcmc.samplers.metric import Kind, MetricSums
+from adammcmc.samplers.warmup import WarmUp
 from adammcmc.target.leaves import Leaves, Setting, inner, per_chain
 from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
@@ -178,6 +180,7 @@ class Adaptation:
         """A factor of each chain's steps, at most 1: chains in bad places have shorter ones."""
         self._rates: Tensor | None = None  # each chain's acceptance in the window that has just ended
         self._takes_own = velocity
+        self._num_approach = 0
         self._moving: Tensor | None = None  # each chain's acceptance of late
         self._start_tuning()
 
@@ -282,7 +285,7 @@ class Adaptation:
             self._sums = MetricSums(self._kind, self._precision, self._shapes)
         factor = 0.0 if metric is None else self._rescale(metric)
         if is_over:
-            self.approach = None
+            self.approach, self._num_approach = None, self._step
             self._start_tuning()
         elif metric is not None:
             approach.rescale(factor)
@@ -409,6 +412,33 @@ class Adaptation:
         else:
             assert self.approach is not None
             self.approach.load_state_dict(state["approach"])
+
+    def record(self, kernel: Any) -> WarmUp:
+        """What was done and reached, with the kernel as it is now."""
+        settings = settings_by_name(kernel)
+        size = settings.get("step_size", settings.get("sigma", math.nan))
+        rates = () if self._by_chain is None else tuple((self._by_chain / max(1, self._in_window - self._length // 2)).tolist())
+        complaint = self.complaint()
+        ended = "chains and halves agree" if self.agreement is not None else "U is level"
+        if self.settings.num_steps is not None:
+            ended = f"{self.settings.num_steps} steps were asked for"
+        return WarmUp(
+            kernel=kernel,
+            params=None,
+            num_steps=self._step,
+            num_descent=0,
+            num_approach=self._num_approach,
+            step_size=float(torch.as_tensor(size, dtype=torch.float64).median()),
+            scaling=preconditioner_in_words(self._metric_in_use),
+            acceptance=math.nan if self.reached is None else self.reached,
+            acceptance_by_chain=rates,
+            agreement=self.agreement,
+            frozen=tuple(self.frozen),
+            trend=tuple(self.trend),
+            is_settled=complaint is None and not self.frozen,
+            reason=ended if complaint is None else complaint,
+            seconds=time.monotonic() - self._began,
+        )
 
     def complaint(self) -> str | None:
         """What burn-in has not reached so far, in words; None if it has reached everything."""

@@ -39,11 +39,11 @@ __all__ = ["GRAVITY", "PENDING", "Finding", "Grade", "Health", "beta_eff", "grad
 Grade = Literal["sound", "undecided", "sick"]
 _SICK = (
     *("not finite", "diverged", "no posterior", "stuck", "no influence", "too hot", "chains disagree"),
-    *("biased", "not at rest", "temperature"),
+    *("biased", "not at rest", "temperature", "funnel"),
 )
 _UNDECIDED = (
     *("adapting", "burn-in", "not mixed", "unknown noise", "few draws", "cannot tell"),
-    *("one chain", "one start", "untested"),
+    *("one chain", "one start", "approximate", "untested"),
 )
 GRAVITY = {kind: place for place, kind in enumerate((*_SICK, *_UNDECIDED))}
 """The kinds of findings, of a chain here and of a whole run in `summary`, the gravest first."""
@@ -59,7 +59,8 @@ class Finding(NamedTuple):
 
     kind: str
     """A short name: "diverged", "no posterior", "adapting", "burn-in", "stuck", "no influence", "too hot",
-    "unknown noise", "not at rest", "biased", "temperature", "untested", "cannot tell"."""
+    "unknown noise", "not at rest", "biased", "temperature", "untested", "cannot tell". Draws from a density also have
+    "not finite", "chains disagree", "not mixed", "few draws", "one chain", "one start", "approximate", "funnel"."""
     says: str
 
 

@@ -93,6 +93,12 @@ class DataDensity:
         self.known: tuple[Leaves, Leaves] | None = None
         """The first point of this step with a gradient, and the gradient of V there."""
 
+    def __str__(self) -> str:
+        batch = "all examples" if self.batch_size is None else f"batches of {self.batch_size}"
+        prior = "flat, improper" if self._prior is None else str(self._prior)
+        lam = f"lambda = {self.inverse_temperature:.4g}, n = {self.num_examples:,}, {batch}"
+        return f"p ~ exp(-lambda * sum_i loss_i) * prior, {lam}, prior: {prior}"
+
     def next_batch(self, params: Leaves, generator: Randomness) -> DataDensity:
         """The potential of one step: itself for full-data gradients, otherwise with a new batch per chain."""
         if self.batch_size is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from adammcmc.target.leaves import Leaves, flatten, unflatten
 from adammcmc.target.potential import Evaluation, Potential
 
-__all__ = ["Density"]
+__all__ = ["Density", "checked_density"]
 
 
 class Density(Potential):
@@ -38,14 +38,15 @@ class Density(Potential):
     def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
         with torch.set_grad_enabled(with_grad):
             leaves = tuple(x.detach().requires_grad_(with_grad) for x in params)
-            value = self._log_density(unflatten(leaves, self._structure))
-            if not isinstance(value, Tensor):
-                raise TypeError(f"log_density must return a tensor, got {type(value).__name__}.")
-            if value.shape != params[0].shape[:1]:
-                raise ValueError(
-                    f"log_density must return one number for each chain, shape {tuple(params[0].shape[:1])}, "
-                    f"got {tuple(value.shape)}. Sum over the coordinates: log_density maps (chains, dim) to (chains,)."
-                )
+            try:
+                value = checked_density(self._log_density(unflatten(leaves, self._structure)), params[0].shape[0])
+            except ValueError as error:
+                if "support" in str(error):  # torch.distributions refuses the whole batch for one bad proposal
+                    error.add_note(
+                        "A proposal may lie outside the support, or at its edge by rounding; it should be rejected, not "
+                        "raise. Pass validate_args=False to the distribution."
+                    )
+                raise
             grad: Leaves | None = None
             if with_grad and value.requires_grad:
                 # may be NaN outside the support, but such a point is never accepted
@@ -66,3 +67,26 @@ class Density(Potential):
 
     def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
         raise TypeError("a density has no examples: it is the full data already.")
+
+    def __str__(self) -> str:
+        return "p ~ exp(log_density)"
+
+
+def checked_density(value: Any, num_chains: int) -> Tensor:
+    """The value of a log density, if it is one real floating-point number per chain."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"log_density must return a tensor, got {type(value).__name__}.")
+    if value.shape != (num_chains,):
+        raise ValueError(
+            f"log_density must return one number for each chain, shape {(num_chains,)}, "
+            f"got {tuple(value.shape)}. Sum over the coordinates: log_density maps (chains, dim) to (chains,)."
+        )
+    if value.dtype not in (torch.float32, torch.float64):
+        remedy = "compute it in float32 or float64"
+        if not value.is_floating_point():
+            remedy = "return a log probability, not a count or a truth value"
+        raise TypeError(
+            f"log_density must return float32 or float64, got {value.dtype}: acceptance depends on differences of about "
+            f"one; {remedy}."
+        )
+    return value

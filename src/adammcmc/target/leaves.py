@@ -28,6 +28,7 @@ __all__ = [
     "flatten",
     "inner",
     "is_finite",
+    "leaf_names",
     "per_chain",
     "same",
     "select",
@@ -69,6 +70,17 @@ def unflatten(leaves: Leaves, structure: Any) -> Any:
     if structure is None:
         return leaves
     return _pytree.tree_unflatten(list(leaves), structure)
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """The name of each leaf: its keys joined by dots; `x` for a single tensor.
+
+    Example:
+        >>> leaf_names({"mu": torch.zeros(2), "more": (torch.zeros(2), torch.zeros(2))}), leaf_names(torch.zeros(2))
+        (['mu', 'more.0', 'more.1'], ['x'])
+    """
+    paths = (path for path, _ in _pytree.tree_flatten_with_path(tree)[0])
+    return [".".join(_pytree.keystr((key,)).strip("[].'\"") for key in path) or "x" for path in paths]
 
 
 def spread(value: PerLeaf[_T], num_leaves: int) -> list[_T]:
