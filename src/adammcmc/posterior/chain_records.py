@@ -94,7 +94,10 @@ def _single_settings(sampler: dict[str, Any]) -> dict[str, Any]:
         names = ("lr", "sigma", "sigma_along")
         found = {key: float(group[key]) for key in names if isinstance(group.get(key), int | float | Tensor)}
     states = [sampler["state"].get(i, {}) for group in sampler["param_groups"] for i in group["params"]]
-    if diagonal := [state["preconditioner"] for state in states if "preconditioner" in state]:
+    if any("left" in state or "right" in state for state in states):  # a basis is learnt again, and the step with it
+        found["preconditioner"] = "kron"
+        found.pop("lr", None)
+    elif diagonal := [state["preconditioner"] for state in states if "preconditioner" in state]:
         found["preconditioner"] = [a.detach().cpu() for a in diagonal]
     if sampler["adammcmc"].get("momentum_spread") is not None:
         found["momentum_spread"] = tuple(sampler["adammcmc"]["momentum_spread"])
@@ -115,11 +118,15 @@ def _stacked_settings(sampler: dict[str, Any], chain: int, model: nn.Module) -> 
 
     if sampler["adaptation"] is not None:
         gather(sampler["settings"])
-    if sampler["preconditioner"] is not None:
+    metric = sampler["preconditioner"]
+    if metric is not None and metric["kind"] != "diagonal":  # a basis is learnt again, and the step with it
+        found["preconditioner"] = metric["kind"]
+        found.pop("step_size", None)
+    elif metric is not None:
         trainable = [p for p in model.parameters() if p.requires_grad]
         padding = padding_rows(model.modules())
         held = {i: tuple(sorted(padding[id(p)])) for i, p in enumerate(trainable) if id(p) in padding}
-        leaves = tuple(a.detach().cpu()[None] for a in sampler["preconditioner"])
+        leaves = tuple(a.detach().cpu()[None] for a in metric["leaves"])
         packing = Packing(trainable, [0] * len(trainable), held)
         if [x.numel() for x in packing.new()] == [x.numel() for x in leaves]:
             found["preconditioner"] = [a.clone() for a in packing.whole(leaves, 1.0)]

@@ -45,6 +45,7 @@ _SMALLEST_NOISE = 1e-3  # relative to the step; below this, tuning the noise has
 _FROZEN = 0.01  # acceptance
 _NAMED = 10  # chains in a warning
 _WATCHED = 32  # coordinates
+_LAST_WINDOW = 600  # steps of the last window, over all chains
 _AGREEING = 1.02  # R-hat
 _NOT_SAVED = ("settings", "approach", "_precision", "_shapes", "_sums", "_began", "_metric_in_use")
 _SLOW, _QUICK = 0.3, 0.6  # acceptance of a chain, relative to the target, below and above which its own factor changes
@@ -180,7 +181,7 @@ class Adaptation:
         """A factor of each chain's steps, at most 1: chains in bad places have shorter ones."""
         self._rates: Tensor | None = None  # each chain's acceptance in the window that has just ended
         self._takes_own = velocity
-        self._num_approach = 0
+        self._num_approach, self._has_approached, self._num_chains = 0, False, 1
         self._moving: Tensor | None = None  # each chain's acceptance of late
         self._start_tuning()
 
@@ -224,7 +225,7 @@ class Adaptation:
 
         `log_ratio`: Y; `params`: the new point.
         """
-        self._step += 1
+        self._step, self._num_chains = self._step + 1, len(potential)
         if self._learns and grad is not None and not self._is_last:
             self._sums.add(grad, scale, params)
         if self.approach is not None:
@@ -285,6 +286,7 @@ class Adaptation:
             self._sums = MetricSums(self._kind, self._precision, self._shapes)
         factor = 0.0 if metric is None else self._rescale(metric)
         if is_over:
+            self._has_approached = approach.is_level
             self.approach, self._num_approach = None, self._step
             self._start_tuning()
         elif metric is not None:
@@ -344,6 +346,7 @@ class Adaptation:
             self._length = grown
         else:
             self._is_last = True
+            grown = max(grown, _LAST_WINDOW // self._num_chains)  # the acceptance of one chain fluctuates for long
             self._length = max(1, left if has_limit else min(grown, max(left, self._length // 2)))
         self._start_window()
         return metric
@@ -366,6 +369,8 @@ class Adaptation:
     def _is_level(self) -> bool:
         """Whether U had the same level in this window and the previous one, within half of its own fluctuation.
 
+        After an approach that ended level, U need only be as level as the approach requires: within its natural spread.
+
         Where U is only estimated, batch noise must not count as fluctuation: that is at most the natural one, and the
         window must be long enough to resolve it.
         """
@@ -374,6 +379,8 @@ class Adaptation:
         (before, _), (now, fluctuation) = self._levels[-2:]
         half = len(self._potentials) // 2
         drift = statistics.fmean(self._potentials[half:]) - statistics.fmean(self._potentials[:half])
+        if self._has_approached:
+            return max(abs(now - before), abs(drift)) < self._natural
         resolution = 2 * fluctuation / math.sqrt(half)
         return max(abs(now - before), abs(drift), resolution) < 0.5 * min(fluctuation, self._natural)
 

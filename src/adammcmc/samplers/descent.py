@@ -79,9 +79,7 @@ def descend(potential: Potential, params: Leaves, max_steps: int = 300) -> tuple
     return leaves(torch.where((first - level > worth)[:, None], x, start)), count
 
 
-def _remember(
-    pairs: list[tuple[Tensor, Tensor, Tensor]], step: Tensor, change: Tensor
-) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _remember(pairs: list[tuple[Tensor, Tensor, Tensor]], step: Tensor, change: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """The last pairs; 1 / s.y is 0, so that a pair has no effect, where the curvature is not positive."""
     product = (step * change).sum(1)
     is_curved = product > 1e-12 * step.norm(dim=1) * change.norm(dim=1)

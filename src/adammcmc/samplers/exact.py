@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Literal, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -46,9 +46,11 @@ class _Preconditioned(Sampler):
         step_size: float | None,
         defaults: dict[str, Any],
         *,
-        preconditioner: Sequence[Tensor] | None,
+        preconditioner: Literal["diagonal", "kron"] | Sequence[Tensor] | None,
         **options: Any,
     ) -> None:
+        if isinstance(preconditioner, str):
+            self._scaling, preconditioner = self._checked_scaling(preconditioner), None
         if step_size is None and options.get("burn_in") is None:
             options["burn_in"] = BurnIn()
         self._diagonal: tuple[Any, Leaves | Scaling | None, list[float]] | None = (
@@ -66,6 +68,12 @@ class _Preconditioned(Sampler):
             for p, a in zip(trainable, preconditioner, strict=True):
                 self.state[p]["preconditioner"] = a.detach().to(p.device, p.dtype, copy=True)
             self._diagonal = None
+
+    def _checked_scaling(self, name: str) -> Literal["diagonal", "kron"]:
+        if name == "diagonal" or (name == "kron" and self._has_velocity):
+            return cast(Literal["diagonal", "kron"], name)
+        names = "'diagonal', 'kron'" if self._has_velocity else "'diagonal'"
+        raise ValueError(f"`preconditioner` must be {names}, one tensor per trainable parameter, or None, got {name!r}.")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "step_size" in param_group:
@@ -134,7 +142,7 @@ def _fits(leaves: Leaves, packing: Packing) -> bool:
 
 
 class Underdamped(_Preconditioned):
-    r"""Metropolised underdamped Langevin with Adam's preconditioner: **the recommended exact sampler**. It tunes itself.
+    r"""Metropolised underdamped Langevin with a learnt metric: **the recommended exact sampler**. It tunes itself.
 
         v <- c v + sqrt(1 - c^2) A^1/2 xi;   v1 = v - (h/2) A g(theta),  tau = theta + h v1,  v2 = v1 - (h/2) A g(tau)
         accept with min(1, exp(Y)):  (tau, v2);  otherwise  (theta, -v);      g = grad U, h = step_size
@@ -143,19 +151,22 @@ class Underdamped(_Preconditioned):
     `AlwaysAccept()`, which is the unadjusted sampler with one gradient of any batch a step. See `adammcmc.kernels.underdamped`.
     One step costs one forward and backward with `fixed_data=True` or `AlwaysAccept()`, otherwise two.
 
-    In burn-in, by default, it adapts h to an acceptance of 0.85 and learns A = (mean (grad U)^2 + prior precision)^-1/2, until
-    U is flat; then both are frozen and `is_adapting` is False. Start it from a trained network.
+    In burn-in, by default, it first leaves the optimum by constant-speed steps without a test, then adapts h to an acceptance
+    of 0.85 and learns A = 1 / (mean (grad U)^2 + prior precision), until U is flat; then both are frozen and `is_adapting`
+    is False. Start it from a trained network.
 
     Args:
         params: as for any optimizer. Groups may differ in step_size.
         step_size: h; None finds it in burn-in. Kept under torch's name "lr" in the parameter groups.
-        friction: how fast the velocity is forgotten; None keeps 0.97 of it at each step.
+        friction: how fast the velocity is forgotten; None is 0.18 in units of A^1/2.
         num_data: the number of training examples n.
         prior: required, and proper.
         num_leapfrog: gradients between two refreshes and tests; with friction=math.inf that is HMC.
         persistent_uniform: shift the uniform number of the test instead of drawing a new one (Neal 2020): fewer reversals. None
             does so where the test allows it.
-        preconditioner: diagonal A, one positive tensor for each trainable parameter; None learns it in burn-in.
+        preconditioner: A. None or "diagonal" learns a diagonal in burn-in; "kron" also turns each weight matrix into the basis
+            in which its gradients vary independently, which costs four small matrix products per layer and step; or one
+            positive tensor for each trainable parameter.
         **common: see `Sampler`. Without a `step_size`, `burn_in` is `BurnIn()` by default; with one, there is none.
     """
 
@@ -175,7 +186,7 @@ class Underdamped(_Preconditioned):
         prior: Prior,
         num_leapfrog: int = 1,
         persistent_uniform: bool | None = None,
-        preconditioner: Sequence[Tensor] | None = None,
+        preconditioner: Literal["diagonal", "kron"] | Sequence[Tensor] | None = None,
         **common: Unpack[Common],
     ) -> None:
         self.friction, self.num_leapfrog, self.persistent_uniform = friction, num_leapfrog, persistent_uniform
@@ -280,7 +291,7 @@ class MALA(_Preconditioned):
         prior: Prior,
         sigma: float | None = None,
         sigma_along: float = 0.0,
-        preconditioner: Sequence[Tensor] | None = None,
+        preconditioner: Literal["diagonal", "kron"] | Sequence[Tensor] | None = None,
         **common: Unpack[Common],
     ) -> None:
         noise = {"sigma": sigma, "sigma_along": sigma_along}

@@ -49,6 +49,7 @@ class MetricSums:
         self.kind, self._precision, self._shapes = kind, precision, shapes
         self.count = 0
         self._sums: dict[str, list[Tensor]] = {}
+        self._first: dict[str, list[Tensor]] = {}
         self._kept: list[list[Tensor]] = []
         self._stride = 1
 
@@ -58,7 +59,7 @@ class MetricSums:
         wide = [torch.where(g.isfinite(), g, 0.0) for g in wide]
         self.count += 1
         if self.kind == "dense":
-            g = torch.cat(wide, 1)
+            (g,) = self._from_first("g", [torch.cat(wide, 1)])
             self._add("g", [g])
             self._add("gg", [g[:, :, None] * g[:, None, :]])
         elif self.kind == "kron" and self.count % self._stride == 0:
@@ -68,13 +69,20 @@ class MetricSums:
         if params is not None and self._precision is None:
             flat = [x.double().flatten(1) for x in params]
             if self.kind == "dense":
-                x = torch.cat(flat, 1)
+                (x,) = self._from_first("x", [torch.cat(flat, 1)])
                 self._add("x", [x])
                 self._add("xx", [x[:, :, None] * x[:, None, :]])
             else:
-                self._add("g", wide)
+                flat, wide = self._from_first("x", flat), self._from_first("g", wide)
                 self._add("x", flat)
                 self._add("x2", [x.square() for x in flat])
+                self._add("g", wide)
+                self._add("gg", [g.square() for g in wide])
+
+    def _from_first(self, name: str, values: list[Tensor]) -> list[Tensor]:
+        """Differences from the first of the window: sums of squares of large numbers would lose what is small."""
+        first = self._first.setdefault(name, values)
+        return [value - start for value, start in zip(values, first, strict=True)]
 
     def _add(self, name: str, values: list[Tensor]) -> None:
         if name not in self._sums:
@@ -129,9 +137,9 @@ class MetricSums:
         def within(first: Tensor, second: Tensor) -> Tensor:
             return self._shrunk(self._pooled(second / self.count - (first / self.count).square()).clamp_min(0.0))
 
-        names = ("x", "x2", "g", "g2")
+        names = ("x", "x2", "g", "gg")
         rows = zip(*(self._sums[name] for name in names), strict=True)
-        return [(within(x, x2) / within(g, g2).clamp_min(1e-300)).sqrt() for x, x2, g, g2 in rows]
+        return [(within(x, x2) / within(g, gg).clamp_min(1e-300)).sqrt() for x, x2, g, gg in rows]
 
     def _dense(self, last: Leaves | Scaling | None) -> Scaling | None:
         def within(first: str, second: str) -> Tensor:
@@ -148,7 +156,8 @@ class MetricSums:
         inverse = torch.linalg.inv(root)
         spread, forces = inverse @ (weights * spread).sum(0) @ inverse.T, root.T @ (weights * forces).sum(0) @ root
         dim = spread.shape[0]
-        keep = self._independent / (self._independent + _PRIOR_DRAWS + dim)
+        # the error of a covariance is relative, direction by direction: with many more draws than numbers little is shrunk
+        keep = 1 / (1 + ((_PRIOR_DRAWS + dim) / self._independent) ** 2)
         spread, forces = (keep * c + (1 - keep) * c.diagonal().diag() for c in (spread, forces))
         try:
             return Dense(root @ _root_of_mean(spread, forces), self._leaf_shapes)
@@ -174,11 +183,12 @@ class MetricSums:
 
     def state_dict(self) -> dict[str, Any]:
         """The sums, as numbers, lists and tensors."""
-        return {"count": self.count, "sums": self._sums, "kept": self._kept, "stride": self._stride}
+        return {"count": self.count, "sums": self._sums, "first": self._first, "kept": self._kept, "stride": self._stride}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from saved sums."""
-        self.count, self._sums, self._kept, self._stride = state["count"], state["sums"], state["kept"], state["stride"]
+        self.count, self._sums, self._first = state["count"], state["sums"], state["first"]
+        self._kept, self._stride = state["kept"], state["stride"]
 
 
 def _as_matrix(metric: Leaves | Scaling | None, dim: int) -> Tensor:

@@ -25,6 +25,7 @@ from adammcmc.errors import StochasticClosure
 from adammcmc.kernels.adam import AdamMCMCKernel
 from adammcmc.kernels.arguments import SETTINGS, settings_by_name
 from adammcmc.kernels.kernel import ChainState, Kernel
+from adammcmc.kernels.scaling import Scaling, restored, stored
 from adammcmc.samplers.adaptation import Change, changed, check_common
 from adammcmc.samplers.chains import Network, NetworkPotential, Owner
 from adammcmc.samplers.packing import Packing
@@ -349,9 +350,10 @@ class StackOwner(Owner):
         """Refuse settings that burn-in made so small that the weights' own numbers lose them (`Layout.check_noise`)."""
         kernel, params = self._kernel, self.chains.stack.params
         lengths = kernel.proposal.sigma if hasattr(kernel, "proposal") else kernel.step_size
-        diagonal = _diagonal(kernel)
+        metric = _metric(kernel)
+        roots = metric.smallest() if isinstance(metric, Scaling) else [math.sqrt(float(a.min())) for a in metric or ()]
         for i, (leaf, length) in enumerate(zip(params, spread_settings(lengths, len(params)), strict=True)):
-            smallest = float(torch.as_tensor(length).min()) * (1.0 if diagonal is None else float(diagonal[i].min()) ** 0.5)
+            smallest = float(torch.as_tensor(length).min()) * (roots[i] if roots else 1.0)
             largest = float(leaf.abs().max())
             if 0 < smallest < torch.finfo(leaf.dtype).eps * 2.0 ** math.floor(math.log2(max(largest, 1e-30))):
                 raise ValueError(
@@ -430,7 +432,7 @@ class StackedChains(ReplayedChains):
             "held": {f"model.{name}": x for name, x in self.stack.model.params.held.items()},
             "buffers": list(self.stack.buffers),
             "settings": _settings_state(kernel),
-            "preconditioner": _diagonal(kernel),
+            "preconditioner": stored(_metric(kernel)),
             **super().state_dict(),
         }
 
@@ -448,7 +450,7 @@ class StackedChains(ReplayedChains):
         self.stack.model.params.held |= {name.removeprefix("model."): x for name, x in there["held"].items()}
         kernel = _with_settings(self._owner.kernel(), there["settings"])
         if there["preconditioner"] is not None:
-            kernel = kernel.with_preconditioner(tuple(there["preconditioner"]))
+            kernel = kernel.with_preconditioner(restored(there["preconditioner"]))
         self._owner.use(kernel)
 
     def try_out(self, batch: Batch) -> None:
@@ -587,9 +589,11 @@ def _with_settings(kernel: Any, state: dict[str, Any]) -> Any:
     return dataclasses.replace(kernel, **changes)
 
 
-def _diagonal(kernel: Any) -> list[Tensor] | None:
-    diagonal = getattr(kernel, "preconditioner", None) or getattr(getattr(kernel, "proposal", None), "preconditioner", None)
-    return None if diagonal is None else list(diagonal)
+def _metric(kernel: Any) -> Leaves | Scaling | None:
+    found: Leaves | Scaling | None = getattr(kernel, "preconditioner", None)
+    if found is None:
+        found = getattr(getattr(kernel, "proposal", None), "preconditioner", None)
+    return found
 
 
 def _is_close(many: Tensor, one: Tensor) -> bool:
