@@ -2,7 +2,7 @@
 # make test   lint, types, documentation, tests: everything that must hold
 # Each creates the virtual environment .venv and installs what it needs; a second call is fast.
 .DEFAULT_GOAL := help
-.PHONY: help demo browser test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bench-jets bench-stacked bench-store bench-gpu bench-rivals bench-growth bench-acceptance bias clean
+.PHONY: help demo browser test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bench-jets bench-stacked bench-store bench-gpu bench-rivals bench-growth bench-acceptance bench-nuts bias clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -80,6 +80,11 @@ bench-growth: .venv/installed  ## how the cost of a step grows with parameters, 
 
 bench-acceptance: .venv/installed  ## every acceptance test: how far from the truth, at what cost in data (under ten minutes on two cores)
 	$(ONE_THREAD) $(BIN)/python -m benchmarks.acceptance
+
+bench-nuts: .venv/installed  ## our defaults, NUTS and MAMS on certified targets (about half an hour on one core)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[rivals]'
+	$(ONE_THREAD) $(BIN)/python -m benchmarks.posteriors nuts
+	$(BIN)/python -m docs.certified
 
 bias: .venv/installed  ## what Algorithm 1 really samples: the table of the docs
 	$(BIN)/python -m benchmarks.bias

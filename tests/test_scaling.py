@@ -124,9 +124,9 @@ def test_a_dense_metric_is_the_inverse_curvature_wherever_the_chains_are() -> No
     axes, curvature = rotation(dim), torch.logspace(0, 6, dim, **DOUBLE)
     hessian = axes @ curvature.diag() @ axes.T
     centres = 100 * torch.randn(32, dim, **DOUBLE, generator=generator(1))
-    steps = torch.randn(400, 32, dim, **DOUBLE, generator=generator(2))
+    steps = torch.randn(100, 32, dim, **DOUBLE, generator=generator(2))
     metric = None
-    for _ in range(4):  # each window corrects what shrinkage has left
+    for _ in range(6):  # each window corrects what shrinkage has left
         sums = MetricSums("dense", None, [[torch.Size((dim,))]])
         for step in steps:
             x = centres + step
@@ -134,7 +134,7 @@ def test_a_dense_metric_is_the_inverse_curvature_wherever_the_chains_are() -> No
         metric = sums.learn(metric)
     assert isinstance(metric, Dense)
     whitened = metric.factor.T @ hessian @ metric.factor
-    torch.testing.assert_close(torch.linalg.eigvalsh(whitened), torch.ones(dim, **DOUBLE), rtol=0.2, atol=0)
+    torch.testing.assert_close(torch.linalg.eigvalsh(whitened), torch.ones(dim, **DOUBLE), rtol=0.3, atol=0)
 
 
 def test_a_turned_metric_finds_the_axes_of_a_layer() -> None:
