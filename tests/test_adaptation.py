@@ -20,6 +20,7 @@ from adammcmc import (
     suggest,
     warm_up,
 )
+from adammcmc.kernels.scaling import Dense
 from adammcmc.samplers.adaptation import Adaptation
 from tests.optimizers import X, Y, adam_mcmc, closure, mala, network, seeded, underdamped
 
@@ -63,14 +64,19 @@ def test_the_noise_along_the_step_gives_the_proposal_its_acceptance() -> None:
 
 
 def test_the_preconditioner_learns_the_scales() -> None:
-    """(E (grad U)^2)^-1/2 = curvature^-1/2 for a Gaussian."""
+    """A = curvature^-1 for a Gaussian, as a dense metric and as a diagonal."""
     initial = torch.randn(64, 12, dtype=torch.float64, generator=seeded()) / CURVATURE.sqrt()
-    kernel, _ = warm_up(stretched, initial, kernels.underdamped(0.01), tune=BurnIn(num_steps=3000), progress=False)
-    assert isinstance(kernel, kernels.UnderdampedKernel)
-    assert kernel.preconditioner is not None
-    # the floor of a density without a prior is a thousandth of the mean
-    expected = (CURVATURE + 1e-3 * CURVATURE.mean()).rsqrt()
-    torch.testing.assert_close(kernel.preconditioner[0], expected, rtol=0.25, atol=0)
+    for scaling in ("dense", "diagonal"):
+        tune = BurnIn(num_steps=1500, scaling=scaling)  # type: ignore[arg-type]
+        kernel, _ = warm_up(stretched, initial, kernels.underdamped(0.01), tune=tune, progress=False)
+        assert isinstance(kernel, kernels.UnderdampedKernel)
+        metric = kernel.preconditioner
+        if isinstance(metric, Dense):
+            found = metric.factor.square().sum(1)
+        else:
+            assert isinstance(metric, tuple)
+            found = metric[0]
+        torch.testing.assert_close(found, 1 / CURVATURE, rtol=0.25, atol=0)
 
 
 def steps_until_flat(levels: torch.Tensor, num_params: int, max_steps: int = 50_000) -> int:

@@ -228,7 +228,7 @@ def test_the_page_on_densities(capsys: pytest.CaptureFixture[str]) -> None:
         printed = capsys.readouterr().out
         assert ("funnel: moves fail in one region" in printed) == expected
         assert "where tau is below" in printed or not expected
-        assert "tau: positive | underdamped Langevin: step size" in printed
+        assert "tau: positive | microcanonical Langevin: step size" in printed
     exec(draws, names)
     assert names["theta"].shape == (8, 1500, 8)
     assert names["data"].posterior["eta"].shape == (8, 1500, 8)

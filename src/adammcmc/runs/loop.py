@@ -215,8 +215,11 @@ class Loop:
                     getattr(callback, method)(event, *([] if records is None else [records[i]]))
 
     def _num_steps(self) -> int | None:
-        """Of the whole run; None while the length of burn-in is unknown."""
+        """Of the whole run; while the length of burn-in is unknown, with its limit."""
         start = self.burn_in if self.burned_in_at is None else self.burned_in_at
+        if start is None and self.chains.adaptation is not None:
+            settings = self.chains.adaptation.settings
+            start = settings.num_steps or settings.max_steps
         return None if start is None else start + self.plan.num_draws * self.plan.gap
 
     def _status(self) -> str:

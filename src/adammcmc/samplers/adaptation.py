@@ -198,7 +198,9 @@ class Adaptation:
         self._length = settings.window
         left = None if settings.num_steps is None else settings.num_steps - (taken if self.approach is None else 0)
         self._is_last = left is not None and left < 6
-        if left is not None:  # two windows at least: the second tunes to the preconditioner of the first
+        if left is None:
+            self._length = min(self._length, max(6, (settings.max_steps - taken) // 3))
+        else:  # two windows at least: the second tunes to the preconditioner of the first
             self._length = left if self._is_last else min(settings.window, left // 3)
         self._start_window()
 
@@ -402,7 +404,8 @@ class Adaptation:
         """The state as numbers, lists and tensors, and the settings as numbers."""
         state = {key: value for key, value in self.__dict__.items() if key not in _NOT_SAVED}
         approach = None if self.approach is None else self.approach.state_dict()
-        seconds = time.monotonic() - self._began
+        # wall time is no part of a chain, unless it ends the burn-in
+        seconds = 0.0 if self.settings.max_seconds is None else time.monotonic() - self._began
         own = {"settings": asdict(self.settings), "approach": approach, "sums": self._sums.state_dict(), "seconds": seconds}
         return {**state, **own, "metric": stored(self._metric_in_use)}
 

@@ -40,9 +40,9 @@ def descend(potential: Potential, params: Leaves, max_steps: int = 300) -> tuple
         assert found.grad is not None
         scale = torch.as_tensor(potential.scale, dtype=torch.float64, device=x.device)
         level = scale * (found.losses.double() if found.losses.dim() == 1 else found.losses.double().mean(1)) - found.log_prior
-        return level, scale.reshape(-1, 1) * torch.cat([g.double().flatten(1) for g in found.grad], 1)
+        return level, scale.reshape(-1, 1) * torch.cat([g.double().reshape(len(g), -1) for g in found.grad], 1)
 
-    x = torch.cat([p.double().flatten(1) for p in params], 1)
+    x = torch.cat([p.double().reshape(len(p), -1) for p in params], 1)
     start, count = x, 1
     level, grad = evaluate(x)
     first = level

@@ -55,7 +55,7 @@ class MetricSums:
 
     def add(self, grad: Leaves, scale: Setting, params: Leaves | None) -> None:
         """A step's gradient of V, U = scale V, and where it was taken; leaves (chains, ...)."""
-        wide = [(g.double() * by_chain(scale, g.double())).flatten(1) for g in grad]
+        wide = [(g.double() * by_chain(scale, g.double())).reshape(len(g), -1) for g in grad]
         wide = [torch.where(g.isfinite(), g, 0.0) for g in wide]
         self.count += 1
         if self.kind == "dense":
@@ -67,7 +67,7 @@ class MetricSums:
         if self.kind != "dense":
             self._add("g2", [g.square() for g in wide])
         if params is not None and self._precision is None:
-            flat = [x.double().flatten(1) for x in params]
+            flat = [x.double().reshape(len(x), -1) for x in params]
             if self.kind == "dense":
                 (x,) = self._from_first("x", [torch.cat(flat, 1)])
                 self._add("x", [x])

@@ -9,6 +9,7 @@ from torch import Tensor
 from adammcmc.kernels.kernel import Info
 from adammcmc.samplers.chains import Chains
 from adammcmc.samplers.health import Health
+from adammcmc.samplers.warmup import WarmUp
 from adammcmc.target.resolution import Resolution
 
 __all__ = ["ChainView"]
@@ -32,6 +33,12 @@ class ChainView:
     def is_adapting(self) -> bool:
         """Whether the settings are still being tuned; do not collect draws yet."""
         return self.chains.is_adapting
+
+    @property
+    def warm_up(self) -> WarmUp | None:
+        """The record of burn-in so far; None without one. Waits for the device."""
+        adaptation = self.chains.adaptation
+        return None if adaptation is None else adaptation.record(self.chains.kernel())
 
     @property
     def info(self) -> Info:
