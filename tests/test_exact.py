@@ -228,7 +228,7 @@ def test_a_preconditioner_given_is_used() -> None:
     for step_size, diagonal in ((0.02, 4.0), (0.04, 1.0)):
         model = network(torch.float64)
         a = [torch.full_like(p, diagonal) for p in model.parameters()]
-        sampler = underdamped(model, step_size=step_size, preconditioner=a, fixed_data=True)
+        sampler = underdamped(model, step_size=step_size, friction=0.5 / step_size, preconditioner=a, fixed_data=True)
         for _ in range(20):
             sampler.step(closure(model))
         paths.append(weights(model))

@@ -425,30 +425,7 @@ class Adaptation:
 
     def record(self, kernel: Any) -> WarmUp:
         """What was done and reached, with the kernel as it is now."""
-        settings = settings_by_name(kernel)
-        size = settings.get("step_size", settings.get("sigma", math.nan))
-        rates = () if self._by_chain is None else tuple((self._by_chain / max(1, self._in_window - self._length // 2)).tolist())
-        complaint = self.complaint()
-        ended = "chains and halves agree" if self.agreement is not None else "U is level"
-        if self.settings.num_steps is not None:
-            ended = f"{self.settings.num_steps} steps were asked for"
-        return WarmUp(
-            kernel=kernel,
-            params=None,
-            num_steps=self._step,
-            num_descent=0,
-            num_approach=self._num_approach,
-            step_size=float(torch.as_tensor(size, dtype=torch.float64).median()),
-            scaling=preconditioner_in_words(self._metric_in_use),
-            acceptance=math.nan if self.reached is None else self.reached,
-            acceptance_by_chain=rates,
-            agreement=self.agreement,
-            frozen=tuple(self.frozen),
-            trend=tuple(self.trend),
-            is_settled=complaint is None and not self.frozen,
-            reason=ended if complaint is None else complaint,
-            seconds=time.monotonic() - self._began,
-        )
+        return _record(self, kernel)
 
     def complaint(self) -> str | None:
         """What burn-in has not reached so far, in words; None if it has reached everything."""
@@ -475,16 +452,45 @@ class Adaptation:
 
     def warn_of_frozen(self) -> None:
         """Name the chains that do not move."""
-        if not self.frozen:
-            return
-        named = ", ".join(map(str, self.frozen[:_NAMED]))
-        more = f" and {len(self.frozen) - _NAMED} more" if len(self.frozen) > _NAMED else ""
-        assert self._by_chain is not None
-        warn(
-            f"{len(self.frozen)} of {len(self._by_chain)} chains do not move at the end of burn-in: {named}{more}. "
-            f"Their acceptance is below {_FROZEN}, while the mean over all chains is {self.reached:.2f}. Their draws "
-            "are copies of one point, not draws from the target. Start them nearer to its bulk, or leave them out.",
-        )
+        if self.frozen:
+            warn(_frozen_in_words(self.frozen, self._num_chains, self.reached))
+
+
+def _record(of: Adaptation, kernel: Any) -> WarmUp:
+    settings = settings_by_name(kernel)
+    size = settings.get("step_size", settings.get("sigma", math.nan))
+    rates = () if of._by_chain is None else tuple((of._by_chain / max(1, of._in_window - of._length // 2)).tolist())
+    complaint = of.complaint()
+    ended = "chains and halves agree" if of.agreement is not None else "U is level"
+    if of.settings.num_steps is not None:
+        ended = f"{of.settings.num_steps} steps were asked for"
+    return WarmUp(
+        kernel=kernel,
+        params=None,
+        num_steps=of._step,
+        num_descent=0,
+        num_approach=of._num_approach,
+        step_size=float(torch.as_tensor(size, dtype=torch.float64).median()),
+        scaling=preconditioner_in_words(of._metric_in_use),
+        acceptance=math.nan if of.reached is None else of.reached,
+        acceptance_by_chain=rates,
+        agreement=of.agreement,
+        frozen=tuple(of.frozen),
+        trend=tuple(of.trend),
+        is_settled=complaint is None and not of.frozen,
+        reason=ended if complaint is None else complaint,
+        seconds=time.monotonic() - of._began,
+    )
+
+
+def _frozen_in_words(frozen: Sequence[int], num_chains: int, reached: float | None) -> str:
+    named = ", ".join(map(str, frozen[:_NAMED]))
+    more = f" and {len(frozen) - _NAMED} more" if len(frozen) > _NAMED else ""
+    return (
+        f"{len(frozen)} of {num_chains} chains do not move at the end of burn-in: {named}{more}. "
+        f"Their acceptance is below {_FROZEN}, while the mean over all chains is {reached:.2f}. Their draws "
+        "are copies of one point, not draws from the target. Start them nearer to its bulk, or leave them out."
+    )
 
 
 def mean_metric(metric: Leaves | Scaling) -> float:

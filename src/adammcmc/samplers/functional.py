@@ -83,8 +83,7 @@ def sample_density(
     _check_steps(num_steps, burn_in, gap)
     start, warmed = initial, None
     if kernel is None:
-        leaves = _checked_leaves(initial)
-        seed = _generator(seed, leaves)
+        seed = _generator(seed, _checked_leaves(initial))
         given: dict[str, Any] = {"tune": tune, "constraints": constraints, "seed": seed, "progress": progress}
         warmed = warm_up(log_density, initial, **given)
         kernel, initial, tune = warmed.kernel, warmed.params, None
