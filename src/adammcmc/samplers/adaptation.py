@@ -355,8 +355,10 @@ class Adaptation:
 
     def _agrees(self) -> bool:
         """Whether chains, and their halves, agree on U and on coordinates in this window."""
-        if len(self._watched) < 8:
+        if not self._watched:
             return True
+        if len(self._watched) < 8:
+            return False  # too few to tell
         self.agreement = float(rhat(torch.stack(self._watched, 1)).nan_to_num(nan=1.0).max())
         return self.agreement < _AGREEING
 
