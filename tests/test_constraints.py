@@ -247,8 +247,8 @@ def test_constraints_must_fit_the_parameters() -> None:
 
 
 def test_a_distribution_that_refuses_a_proposal_gets_a_hint() -> None:
+    # (torch.compile turns the default of `validate_args` off in its process)
+    gamma = Gamma(2.0, 1.0, validate_args=True)
     with pytest.raises(ValueError, match="within the support") as caught:
-        # (torch.compile turns the default of `validate_args` off in its process)
-        gamma = Gamma(2.0, 1.0, validate_args=True)
         sample_density(gamma.log_prob, torch.full((50,), 0.1), kernels.mala(0.5), num_steps=50)
     assert "validate_args=False" in caught.value.__notes__[0]
