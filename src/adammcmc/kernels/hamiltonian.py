@@ -54,7 +54,7 @@ class UnderdampedKernel(Kernel):
     """A partial refresh of the momentum, then leapfrog steps and a test. See `underdamped`."""
 
     step_size: Settings
-    friction: float | None
+    friction: Setting | None
     acceptance: AcceptanceTest
     num_leapfrog: int = 1
     persistent_uniform: bool = True
@@ -127,13 +127,12 @@ class UnderdampedKernel(Kernel):
         """c = exp(-friction h), and sqrt(1 - c^2)"""
         if self.friction is None and self.preconditioner is None:
             return [(_KEPT, math.sqrt(1 - _KEPT**2))] * num_leaves
-        friction = self.friction
-        if friction is None:
-            friction = _FRICTION_DENSE if isinstance(self.preconditioner, Dense) else _FRICTION
+        friction = self.usual_friction if self.friction is None else self.friction
         kept: list[tuple[Setting, Setting]] = []
         for h in spread_settings(self.step_size, num_leaves):
-            if isinstance(h, Tensor):
-                each = torch.where(h > 0, torch.exp(-friction * h), 1.0)
+            if isinstance(h, Tensor) or isinstance(friction, Tensor):
+                size = torch.as_tensor(h, dtype=torch.float64)
+                each = torch.where(size > 0, torch.exp(-friction * size), 1.0)
                 kept.append((each, (1 - each**2).sqrt()))
             else:
                 c = math.exp(-friction * h) if h > 0 else 1.0
@@ -200,6 +199,15 @@ class UnderdampedKernel(Kernel):
         """The same kernel with this A: a diagonal, or a `Scaling`."""
         return replace(self, preconditioner=scaling, structure=structure)
 
+    def with_friction(self, friction: Setting) -> UnderdampedKernel:
+        """The same kernel with another friction, of all chains or of each."""
+        return replace(self, friction=friction)
+
+    @property
+    def usual_friction(self) -> float:
+        """Where none is given, with an A."""
+        return _FRICTION_DENSE if isinstance(self.preconditioner, Dense) else _FRICTION
+
     def details(self) -> list[str]:
         count = len(self.step_size) if isinstance(self.step_size, list) else 1
         kept: list[Setting] = [c for c, _ in self.kept(count)]
@@ -238,8 +246,8 @@ def underdamped(
         step_size: h. Tune it to an acceptance near 0.85. (A tensor (chains,) gives one value to each chain, a
             list one to each leaf.)
         friction: how fast the velocity is forgotten. None is 0.18 in units of A^1/2 (0.7 with a dense A), and without an A
-            keeps 0.97 of it at each step; `math.inf` is a full refresh: MALA with step h^2 / 2, or HMC if
-            num_leapfrog > 1 (`hmc`).
+            keeps 0.97 of it at each step; `warm_up` tunes it where there are chains enough. `math.inf` is a full refresh:
+            MALA with step h^2 / 2, or HMC if num_leapfrog > 1 (`hmc`).
         num_leapfrog: steps between two refreshes and tests.
         persistent_uniform: decide by a uniform number that moves by a fixed amount at each step instead of a fresh one, so that
             rejections come in clusters and the velocity lives longer in between (Neal 2020). Exact as well, for tests of the

@@ -34,6 +34,7 @@ from adammcmc.kernels.words import preconditioner_in_words
 from adammcmc.samplers.approach import Approach
 from adammcmc.samplers.diagnostics import rhat
 from adammcmc.samplers.metric import Kind, MetricSums
+from adammcmc.samplers.persistence import Persistence
 from adammcmc.samplers.warmup import WarmUp
 from adammcmc.target.leaves import Leaves, Setting, inner, per_chain
 from adammcmc.target.potential import Evaluation, Potential
@@ -47,7 +48,7 @@ _NAMED = 10  # chains in a warning
 _WATCHED = 32  # coordinates
 _LAST_WINDOW = 600  # steps of the last window, over all chains
 _AGREEING = 1.02  # R-hat
-_NOT_SAVED = ("settings", "approach", "_precision", "_shapes", "_sums", "_began", "_metric_in_use")
+_NOT_SAVED = ("settings", "approach", "_persistence", "_precision", "_shapes", "_sums", "_began", "_metric_in_use")
 _SLOW, _QUICK = 0.3, 0.6  # acceptance of a chain, relative to the target, below and above which its own factor changes
 
 
@@ -105,6 +106,7 @@ class Change(NamedTuple):
     """Multiplies the scale of its moves: one number, or one per chain."""
     sigma_along: float | None
     preconditioner: Leaves | Scaling | None
+    friction: Setting | None = None
 
 
 class Adaptation:
@@ -122,6 +124,7 @@ class Adaptation:
         shapes: for each leaf the shapes of the parameters in it.
         scaling: which metric to learn where the settings leave it open.
         watches: whether chains must also agree on their positions before burn-in ends (a density's must).
+        friction: to begin with, where it is tuned (chains must be watched).
     """
 
     def __init__(
@@ -138,6 +141,7 @@ class Adaptation:
         shapes: Sequence[Sequence[torch.Size]] = (),
         scaling: Kind = "diagonal",
         watches: bool = False,
+        friction: float | None = None,
     ) -> None:
         self.settings = settings
         self.target = target if settings.target_acceptance is None else settings.target_acceptance
@@ -160,6 +164,7 @@ class Adaptation:
             raise ValueError(f"`scaling` = {settings.scaling!r} needs a velocity (`underdamped` or `microcanonical`).")
         self._power = 1.0 if velocity else 0.5
         self._watches = watches
+        self._persistence = None if friction is None else Persistence(friction)
         self._kappa = None
         if tunes_sigma_along and (rate := settings.proposal_acceptance) is not None:
             if rate <= self.target:
@@ -257,7 +262,16 @@ class Adaptation:
         if self._kappa is not None and not math.isnan(self._ratio):
             along = math.sqrt(max(0.0, self._kappa**-2 - self._ratio**-2))
         factor = math.exp(move)
-        return Change(factor if (own := self._new_own()) is None else factor * own.to(potential.device), along, metric)
+        own = self._new_own()
+        return Change(factor if own is None else factor * own.to(potential.device), along, metric, self._friction(metric))
+
+    def _friction(self, metric: Leaves | Scaling | None) -> Setting | None:
+        """In the last window that of all chains, before it one for each group; None where it stays."""
+        if self._persistence is None or not self.has_new_window or self.is_done:
+            return None
+        if self._is_last:
+            return self._persistence.friction
+        return self._persistence.of_chains(self._num_chains)
 
     def _new_own(self) -> Tensor | None:
         """By what the steps of single chains change at the end of a window, (chains,); None if none does."""
@@ -340,6 +354,8 @@ class Adaptation:
             self._rates = (self._by_chain / (self._in_window - self._length // 2)).cpu()
         self._levels.append((statistics.fmean(self._potentials), statistics.pstdev(self._potentials)))
         self.is_flat = self._is_level() and self._agrees()
+        if self._persistence is not None and self._watched:
+            self._persistence.learn(torch.stack(self._watched, 1))
         metric = self._metric()
         grown = math.ceil(1.5 * self._length)
         has_limit = self.settings.num_steps is not None
@@ -541,6 +557,8 @@ def changed(kernel: Any, change: Change, structure: Any = None) -> Any:
         kernel = kernel.with_sigma_along(change.sigma_along)
     if change.preconditioner is not None:
         kernel = kernel.with_preconditioner(change.preconditioner, structure)
+    if change.friction is not None:
+        kernel = kernel.with_friction(change.friction)
     return kernel
 
 

@@ -2,10 +2,10 @@ r"""The first part of burn-in: steps without a test, each chain with a step of i
 
 The dynamics has constant speed (`kernels.approach`). The energy error of a step, Y, is its measure of length:
 
-    log h <- log h - gain log(Y^2 / (v d)) / 6            (Y^2 grows as h^6),     gain from 1 to 1/25,   d numbers of a chain
+    log h <- log h - gain clip(log(Y^2 / (v d)), -2, 2) / 6       (Y^2 grows as h^6),   gain from 1 to 1/25,   d numbers of a chain
 
-so that E Y^2 = v d up to a constant. v is 0.5 until U is level, then falls to 0.1 over a last stretch, which leaves less of
-the bias of long steps. Windows grow by half until the median over the chains of what U changes between two of them is small
+so that E Y^2 = v d up to a constant (many tiny errors must not outweigh a large one: hence the clip). v is 0.5 until U is
+level, then falls to 0.1 over a last stretch, which leaves less of the bias of long steps. Windows grow by half until the median over the chains of what U changes between two of them is small
 against its natural spread, sqrt(d / 2), and no chain that is far above the others still falls.
 """
 
@@ -23,6 +23,7 @@ __all__ = ["Approach"]
 
 _VARIANCES = 0.5, 0.1
 _GAINS = 1.0, 0.04
+_CLIP = 2.0
 _PATIENCE = 3
 _FAR = 10.0  # natural spreads of U above the median: a chain in a bad place
 
@@ -81,7 +82,7 @@ class Approach:
         largest, smallest = _GAINS
         gain = max(smallest, largest / (1 + self.step / 5))
         excess = (error.square() / (self._variance * self._dim)).clamp(1e-9, 1e9).log()
-        self._log_steps = self._log_steps - gain * excess.clamp(-6, 6) / 6
+        self._log_steps = self._log_steps - gain * excess.clamp(-_CLIP, _CLIP) / 6
         now = potential.double().cpu()
         self._sum = now if self._sum is None else self._sum + now
         self.has_new_window = self._in_window >= self._length

@@ -20,7 +20,8 @@ from adammcmc.kernels.microcanonical import microcanonical
 from adammcmc.samplers.adaptation import Adaptation, BurnIn, changed, check_common, check_tunable
 from adammcmc.samplers.descent import descend
 from adammcmc.samplers.draws import DensityDraws
-from adammcmc.samplers.metric import largest_dense
+from adammcmc.samplers.metric import Kind, largest_dense
+from adammcmc.samplers.persistence import Persistence
 from adammcmc.samplers.processes import check_one_process
 from adammcmc.samplers.progress import track
 from adammcmc.samplers.warmup import WarmUp
@@ -331,10 +332,12 @@ class _Run:
             raise TypeError(f"{type(self.kernel).__name__} has nothing to tune.")
         check_tunable(self.kernel.acceptance)
         check_common(self.kernel, tune)
+        dim = sum(x[0].numel() for x in self.leaves)
+        scaling: Kind = "dense" if dim <= largest_dense and len(self.leaves[0]) >= 4 else "diagonal"
         return Adaptation(
             tune,
             target=self.kernel.acceptance.rate_like(self.kernel.target_acceptance),
-            num_params=(dim := sum(x[0].numel() for x in self.leaves)),
+            num_params=dim,
             tunes_sigma_along=hasattr(self.kernel, "with_sigma_along"),
             learns=hasattr(self.kernel, "with_preconditioner"),
             velocity=isinstance(self.kernel, UnderdampedKernel),
@@ -342,9 +345,17 @@ class _Run:
             if isinstance(self.kernel, UnderdampedKernel)
             else False,
             shapes=[[x.shape[1:]] for x in self.leaves],
-            scaling="dense" if dim <= largest_dense and len(self.leaves[0]) >= 4 else "diagonal",
+            scaling=scaling,
             watches=True,
+            friction=self._first_friction(tune, scaling),
         )
+
+    def _first_friction(self, tune: BurnIn, scaling: Kind) -> float | None:
+        """None where it is given, or cannot be tuned: by too few chains, or with a velocity that is not kept."""
+        kernel = self.kernel
+        if not isinstance(kernel, UnderdampedKernel) or kernel.friction is not None or not tune.learn_preconditioner:
+            return None
+        return kernel.usual_friction if Persistence.can_tell(len(self.leaves[0])) else None
 
     def step(self) -> Info:
         """One transition of all chains, and of the adaptation until it is done."""

@@ -26,7 +26,7 @@ __all__ = ["Kind", "MetricSums", "largest_dense"]
 
 Kind = Literal["diagonal", "dense", "kron"]
 
-largest_dense = 100
+largest_dense = 200
 """Numbers of a chain up to which a density gets a dense metric by default."""
 
 _PRIOR_DRAWS = 5.0
