@@ -570,8 +570,8 @@ MUTANTS = [
     Mutant(
         "a temperature is taken from gradients in reduced precision",
         "samplers/chains.py",
-        "self.network.names if layers.reduced else self.network.scaled_away()",
-        "self.network.scaled_away()",
+        "of.network.names if layers.reduced else of.network.scaled_away()",
+        "of.network.scaled_away()",
         "tests/test_health_verdicts.py",
     ),
     Mutant(
@@ -584,7 +584,7 @@ MUTANTS = [
     Mutant(
         "a burn-in that failed is forgotten",
         "samplers/chains.py",
-        '"burn_in": None if self.adaptation is None else self.adaptation.complaint(),',
+        '"burn_in": None if of.adaptation is None else of.adaptation.complaint(),',
         '"burn_in": None,',
         "tests/test_health_verdicts.py",
     ),
@@ -601,6 +601,34 @@ MUTANTS = [
         "0.5 * min(fluctuation, self._natural)",
         "0.5 * fluctuation",
         "tests/test_adaptation.py",
+    ),
+    Mutant(
+        "a velocity of the approach in another dtype than the weights, drawn anew at each step",
+        "samplers/adaptation.py",
+        "(1 / q).to(widen(x).dtype)",
+        "(1 / q)",
+        "tests/test_record.py",
+    ),
+    Mutant(
+        "wall time in a checkpoint",
+        "samplers/budget.py",
+        "return 0.0 if self.limit is None else self.seconds",
+        "return self.seconds",
+        "tests/test_resume.py",
+    ),
+    Mutant(
+        "a window that outlasts the limit in seconds",
+        "samplers/adaptation.py",
+        "self._length = self.budget.steps(self._step, self._length)",
+        "pass",
+        "tests/test_record.py",
+    ),
+    Mutant(
+        "an acceptance far from its target that nobody hears of",
+        "samplers/aim.py",
+        "if mean + _ERRORS * error < low:",
+        "if mean + _ERRORS * error < 0:",
+        "tests/test_record.py",
     ),
     Mutant(
         "noise of a batch as if drawn with replacement",

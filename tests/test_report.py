@@ -140,7 +140,7 @@ def test_every_figure_is_a_file_and_says_in_words_what_it_shows(well: tuple[Path
     page = Page(path.read_text())
     figures = [a for tag, a in page.tags if tag == "svg"]
     files = sorted(f.name for f in path.with_name("page_figures").iterdir())
-    assert files == ["acceptance.svg", "loss.svg", "potential.svg", "reliability.svg", "risk.svg", "spread.svg"]
+    assert files == ["acceptance.svg", "burn-in.svg", "loss.svg", "potential.svg", "reliability.svg", "risk.svg", "spread.svg"]
     assert len(figures) == len(files)
     ids = [a["id"] for _, a in page.tags if a.get("id")]
     assert len(ids) == len(set(ids))
@@ -363,7 +363,7 @@ def test_odd_names_are_quoted_in_addresses(well: tuple[Path, Posterior], tmp_pat
     path = well[1].report(tmp_path / f"{name}.html", progress=False)
     page = Page(path.read_text())
     links = [a["href"] for tag, a in page.tags if tag == "a" and (a.get("href") or "").endswith(".svg")]
-    assert len(links) == 3
+    assert len(links) == 4
     for link in links:
         assert link is not None
         address = urllib.parse.urljoin(path.as_uri(), link)
@@ -377,7 +377,7 @@ def test_figures_of_an_earlier_report_do_not_stay(well: tuple[Path, Posterior], 
     assert (folder / "reliability.svg").exists()
     (folder / "mine.svg").write_text("of the user")
     well[1].report(path, progress=False)
-    assert sorted(p.stem for p in folder.iterdir()) == ["acceptance", "loss", "mine", "potential"]
+    assert sorted(p.stem for p in folder.iterdir()) == ["acceptance", "burn-in", "loss", "mine", "potential"]
 
 
 def test_figures_are_not_written_through_a_link(well: tuple[Path, Posterior], tmp_path: Path) -> None:

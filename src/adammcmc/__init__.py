@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from adammcmc.samplers.sampler import Sampler as Sampler
     from adammcmc.samplers.two_sided import TwoSided as TwoSided
     from adammcmc.samplers.two_sided import two_sided as two_sided
+    from adammcmc.samplers.warmup import WarmUp as WarmUp
     from adammcmc.target.control import ControlVariate as ControlVariate
     from adammcmc.target.data import Examples as Examples
     from adammcmc.target.data import TensorExamples as TensorExamples
@@ -124,6 +125,7 @@ _HOMES = {
     "samplers.adam": "AdamMCMC AsReleased OptimizerMCMC",
     "samplers.sampler": "Sampler",
     "samplers.two_sided": "TwoSided two_sided",
+    "samplers.warmup": "WarmUp",
     "posterior.calibration": "ClassScores Detection Measured OutOfDistribution Reliability RiskCurve ValueScores "
     "compare_ood score",
     "posterior.posterior": "Posterior",

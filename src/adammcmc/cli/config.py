@@ -175,7 +175,7 @@ def section_options(section: str) -> list[Option]:
         return options_of(_SECTIONS[section])
     from adammcmc.runs.plan import sample
 
-    elsewhere = ("train", "warm_start", "likelihood", "num_data", "config", "resume", "progress")
+    elsewhere = ("train", "warm_start", "warm_up", "likelihood", "num_data", "config", "resume", "progress")
     path, dtype = 'Folder for the draws; left out: "runs/NAME" for NAME.toml.', argument_texts(sample)["dtype"]
     options = [o._replace(help=path) if o.name == "path" else o for o in options_of(sample, without=elsewhere)]
     return [*options, Option("dtype", _DTYPES, None, dtype)]

@@ -1,4 +1,4 @@
-"""What is read back from the checkpoints of a run about its chains: health, moments and tuned settings."""
+"""What is read back from the checkpoints of a run about its chains: health, moments, tuned settings and their burn-in."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adammcmc.errors import StoreCorrupt
 from adammcmc.posterior.store.folder import Store
 from adammcmc.samplers.health import Health, read_health
-from adammcmc.samplers.packing import Packing, padding_rows
 from adammcmc.samplers.running_sums import RunningSums
+from adammcmc.samplers.tuned import tuned_by_burn_in, tuned_of_chain, tuned_of_stack
+from adammcmc.samplers.warmup import WarmUp
 
-__all__ = ["ChainRecord", "chain_records", "chain_settings"]
+__all__ = ["ChainRecord", "chain_records", "chain_settings", "warm_ups"]
 
 
 class ChainRecord(NamedTuple):
@@ -26,6 +27,8 @@ class ChainRecord(NamedTuple):
     context: dict[str, Any]
     moments: dict[str, Any] | None
     """State of `Moments`; None if the run kept none."""
+    burn_in: WarmUp | None
+    """Without settings."""
 
     @property
     def has_potential(self) -> bool:
@@ -65,71 +68,40 @@ def _of_checkpoint(state: dict[str, Any], health: dict[str, Any] | None, num_cha
     sums = RunningSums(torch.device("cpu"), about["layers"], about["sizes"], num_chains)
     if health is not None:
         sums.load_state_dict(health)
-    return [ChainRecord(c, sums, about["context"], moments[c]) for c in range(num_chains)]
+    burn_in = None if state.get("warm_up") is None else WarmUp.restored(state["warm_up"], "", {})
+    return [ChainRecord(c, sums, about["context"], moments[c], burn_in) for c in range(num_chains)]
 
 
 def chain_settings(store: Store, chain: int, model: nn.Module) -> dict[str, Any]:
     """The settings of one chain, as arguments of its sampler, with the values that burn-in tuned."""
+    whole = store.saved(None)
+    return _settings(store, store.saved(chain) if whole is None else whole, chain, model)
+
+
+def _settings(store: Store, state: dict[str, Any] | None, chain: int, model: nn.Module) -> dict[str, Any]:
     chains = store.manifest.get("chains")
     if chains is None:
         raise ValueError("this run was made by an older version that did not record the settings of its chains.")
     given = dict(chains[chain])
-    if (whole := store.saved(None)) is not None:
-        found = _stacked_settings(whole["sampler"], chain, model)
-    elif (saved := store.saved(chain)) is not None:
-        found = _single_settings(saved["sampler"])
-    else:
+    if state is None:
         return given
-    size = "lr" if "lr" in given else "step_size"
-    tuned = {(size if key in ("lr", "step_size") else key): value for key, value in found.items()}
-    names = [key for key in ("sigma", "sigma_along") if key in given]
-    return given | {key: tuned[key] for key in (*names, size, "preconditioner", "momentum_spread") if key in tuned}
+    is_whole = "num_chains" in state["sampler"]
+    found = tuned_of_stack(state["sampler"], chain, model) if is_whole else tuned_of_chain(state["sampler"])
+    tuned = tuned_by_burn_in(found, finds_step="lr" not in given)
+    own = {key: value for key, value in tuned.items() if key in given or key not in ("sigma", "sigma_along")}
+    return given | own | ({"lr": found["lr"]} if "lr" in given and "lr" in found else {})
 
 
-def _single_settings(sampler: dict[str, Any]) -> dict[str, Any]:
-    """Tuned settings in the state of a single chain; empty if nothing was tuned."""
-    found: dict[str, Any] = {}
-    group = sampler["param_groups"][0]
-    if sampler["adammcmc"].get("adaptation") is not None:
-        names = ("lr", "sigma", "sigma_along")
-        found = {key: float(group[key]) for key in names if isinstance(group.get(key), int | float | Tensor)}
-    states = [sampler["state"].get(i, {}) for group in sampler["param_groups"] for i in group["params"]]
-    if any("left" in state or "right" in state for state in states):  # a basis is learnt again, and the step with it
-        found["preconditioner"] = "kron"
-        found.pop("lr", None)
-    elif diagonal := [state["preconditioner"] for state in states if "preconditioner" in state]:
-        found["preconditioner"] = [a.detach().cpu() for a in diagonal]
-    if sampler["adammcmc"].get("momentum_spread") is not None:
-        found["momentum_spread"] = tuple(sampler["adammcmc"]["momentum_spread"])
-    return found
-
-
-def _stacked_settings(sampler: dict[str, Any], chain: int, model: nn.Module) -> dict[str, Any]:
-    """Tuned settings of one chain in the state of a stack, which holds the settings of a kernel by leaf."""
-    found: dict[str, Any] = {}
-
-    def gather(state: dict[str, Any]) -> None:
-        for key, value in state.items():
-            if isinstance(value, dict):
-                gather(value)
-                continue
-            first = value[0] if isinstance(value, list | tuple) else value
-            found[key] = float(first[chain] if isinstance(first, Tensor) and first.dim() == 1 else first)
-
-    if sampler["adaptation"] is not None:
-        gather(sampler["settings"])
-    metric = sampler["preconditioner"]
-    if metric is not None and metric["kind"] != "diagonal":  # a basis is learnt again, and the step with it
-        found["preconditioner"] = metric["kind"]
-        found.pop("step_size", None)
-    elif metric is not None:
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        padding = padding_rows(model.modules())
-        held = {i: tuple(sorted(padding[id(p)])) for i, p in enumerate(trainable) if id(p) in padding}
-        leaves = tuple(a.detach().cpu()[None] for a in metric["leaves"])
-        packing = Packing(trainable, [0] * len(trainable), held)
-        if [x.numel() for x in packing.new()] == [x.numel() for x in leaves]:
-            found["preconditioner"] = [a.clone() for a in packing.whole(leaves, 1.0)]
-        else:  # parameter groups have separate leaves; without its preconditioner a step size is meaningless
-            found.pop("step_size", None)
+def warm_ups(store: Store, chains: Sequence[int], model: nn.Module) -> list[WarmUp | None]:
+    """The record of the burn-in of each chain; None where nothing was tuned, or its checkpoint is missing."""
+    whole = store.saved(None)
+    found: list[WarmUp | None] = []
+    for chain in chains:
+        state = store.saved(chain) if whole is None else whole
+        if state is None or state.get("warm_up") is None:
+            found.append(None)
+            continue
+        settings = _settings(store, state, chain, model)
+        tuned = {key: value for key, value in settings.items() if key not in ("lr", "inverse_temperature")}
+        found.append(WarmUp.restored(state["warm_up"], store.manifest["configuration"]["sampler"], tuned))
     return found

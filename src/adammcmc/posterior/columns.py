@@ -1,4 +1,4 @@
-"""Columns of the tables in summaries and reports: key numbers, agreement of chains, self-tests. To add one, add a line.
+"""Columns of the tables in summaries and reports: key numbers, agreement, burn-in, self-tests. To add one, add a line.
 
 Each has a heading and a function that gives the plain text of a cell. (Tables of settings and of the most uncertain examples
 are in `report/page.py`.)
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from adammcmc.posterior.summary import Row, Summary
     from adammcmc.samplers.health import Health
+    from adammcmc.samplers.warmup import WarmUp
 
-__all__ = ["AGREEMENT", "KEY_NUMBERS", "SELF_TESTS"]
+__all__ = ["AGREEMENT", "BURN_IN", "KEY_NUMBERS", "SELF_TESTS"]
 
 
 def _number(value: float, form: str) -> str:
@@ -47,6 +48,17 @@ AGREEMENT: dict[str, Callable[[Row], str]] = {
     "verdict": lambda row: row.verdict,
 }
 """Whether the chains agree, one row for each quantity."""
+
+BURN_IN: dict[str, Callable[[WarmUp], str]] = {
+    "steps": lambda w: f"{w.num_steps:,}",
+    "without a test": lambda w: f"{w.num_approach:,}",
+    "U by window": lambda w: w.levels,
+    "acceptance": lambda w: f"{_number(w.acceptance, '.2f')} (target {w.target_acceptance:.2f})",
+    "step size": lambda w: _number(w.step_size, ".3g"),
+    "metric": lambda w: w.scaling,
+    "ended because": lambda w: w.reason,
+}
+"""What burn-in did, one row for each chain, or one for all chains of a stack."""
 
 SELF_TESTS: dict[str, Callable[[Health], str]] = {
     "steps": lambda h: f"{h.num_steps:,}",

@@ -15,6 +15,7 @@ from adammcmc.posterior.store.folder import Record
 from adammcmc.posterior.summary import ONE_START, Series, Summary, layers_of, least, of_moving, probe_layers, summarize
 from adammcmc.samplers.diagnostics import ess_bulk
 from adammcmc.samplers.health import Health
+from adammcmc.samplers.warmup import WarmUp, in_a_line
 
 if TYPE_CHECKING:
     from adammcmc.posterior.posterior import Posterior
@@ -89,6 +90,14 @@ class Diagnosis:
     def _has_potential(self) -> bool:
         """Whether U was computed on all data, not estimated on batches."""
         return all(state.has_potential for state in self._states.values())
+
+    def burn_in(self) -> dict[int, WarmUp]:
+        """The record of each chain's burn-in, without settings; chains that tuned nothing have none."""
+        return {chain: state.burn_in for chain, state in self._states.items() if state.burn_in is not None}
+
+    def burn_in_in_a_line(self) -> str:
+        """Of all chains; empty if nothing was tuned."""
+        return in_a_line(list(self.burn_in().values()))
 
     def health(self) -> dict[int, Health]:
         """The self-tests of each chain since burn-in; a chain whose checkpoints are lost has none."""
@@ -173,6 +182,7 @@ class Diagnosis:
             num_gradients=num_gradients / share,
             differ_in=differ_in,
             one_start=self._has_one_start(chains),
+            burn_in=self.burn_in_in_a_line(),
             notes=notes,
         )
 

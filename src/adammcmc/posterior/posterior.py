@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adammcmc.errors import StoreMismatch
 from adammcmc.posterior.calibration import ClassScores, ValueScores, score
-from adammcmc.posterior.chain_records import chain_records, chain_settings
+from adammcmc.posterior.chain_records import chain_records, chain_settings, warm_ups
 from adammcmc.posterior.diagnosis import Compared, Diagnosis, by_chain, compare
 from adammcmc.posterior.export import save_run, to_arviz
 from adammcmc.posterior.moments import Moments
@@ -21,6 +21,7 @@ from adammcmc.posterior.store.folder import FolderStore, MemoryStore, Record, St
 from adammcmc.posterior.summary import Summary
 from adammcmc.samplers.health import Health
 from adammcmc.samplers.terminal import printable
+from adammcmc.samplers.warmup import WarmUp
 from adammcmc.target.batches import Batch, num_rows, part_of
 from adammcmc.target.data import Data, IterableData, as_data
 from adammcmc.target.likelihood import Likelihood, as_likelihood
@@ -163,12 +164,20 @@ class Posterior:
         """The self-tests of each chain since its burn-in ended."""
         return list(Diagnosis(self).health().values())
 
+    @property
+    def warm_up(self) -> list[WarmUp | None]:
+        """The record of each chain's burn-in: what was tuned, how long it took, why it ended. None where nothing was tuned.
+
+        The chains of a stack share theirs. `sample(..., warm_up=posterior.warm_up)` starts with these settings.
+        """
+        return warm_ups(self.store, self._chains, self.model)
+
     def settings(self, chain: int) -> dict[str, Any]:
         """The settings of one chain as arguments of its sampler: a second run can use them without tuning.
 
         lr (or step_size), sigma, sigma_along and inverse_temperature, as far as the sampler has them: the values after
-        burn-in, of the first parameter group. `preconditioner` is a list of tensors, one per trainable parameter. In a
-        scan, chains differ.
+        burn-in, of the first parameter group. `preconditioner` is a list with one tensor per trainable parameter; of "kron"
+        with three. In a scan, chains differ.
 
         Example:
             >>> import adammcmc, functools, torch.nn.functional as F
@@ -203,7 +212,8 @@ class Posterior:
         kept = f"{made} draws, moments only" if self.store.manifest["keep"] == "moments" else f"{len(self)} draws"
         diagnosis = Diagnosis(self)
         first = f"posterior: {kept} of {self._chains_in_words}{diagnosis.effective_draws()}"
-        return "\n  ".join([first, f"target: {self.target}", *diagnosis.verdicts()])
+        burn_in = [f"burn-in: {line}"] if (line := diagnosis.burn_in_in_a_line()) else []
+        return "\n  ".join([first, f"target: {self.target}", *burn_in, *diagnosis.verdicts()])
 
     def __repr__(self) -> str:
         return f"<Posterior: {len(self)} draws of {self._chains_in_words}, {type(self.model).__name__}>"

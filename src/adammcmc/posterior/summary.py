@@ -100,6 +100,8 @@ class Summary:
     """Batch gradients of all chains without burn-in (in a scan: per chain); NaN if unknown."""
     notes: tuple[str, ...] = ()
     """What was left out, and what would show more."""
+    burn_in: str = ""
+    """What burn-in did, in one line; empty where nothing was tuned."""
 
     @property
     def ess(self) -> float:
@@ -144,7 +146,7 @@ class Summary:
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON; a number that does not exist is None."""
         names = ("grade", "verdict", "rhat", "ess", "ess_per_second", "ess_per_gradient", "target", "num_chains", "num_draws",
-                 "seconds", "num_gradients", "notes")  # fmt: skip
+                 "seconds", "num_gradients", "notes", "burn_in")  # fmt: skip
         parts: dict[str, Any] = {name: getattr(self, name) for name in names}
         parts["findings"] = [finding._asdict() for finding in self.findings]
         parts["rows"] = [asdict(row) for row in self.rows]
@@ -162,6 +164,7 @@ class Summary:
         }
         known = ", ".join(words for words, number in costs.items() if not math.isnan(number))
         lines = [f"{self.grade}: {self.verdict}.", f"target: {self.target}", known, *_table(self.rows)]
+        lines[2:2] = [f"burn-in: {self.burn_in}"] if self.burn_in else []
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -191,6 +194,7 @@ def summarize(
     num_gradients: float = math.nan,
     differ_in: Sequence[str] = (),
     one_start: bool = False,
+    burn_in: str = "",
     notes: Sequence[str] = (),
 ) -> Summary:
     """Rows and findings of the `chains` whose numbers are in `series`; see `Summary`.
@@ -208,7 +212,7 @@ def summarize(
     once = [f for i, f in enumerate(findings) if f.kind != "stuck" or all(g.kind != "stuck" for g in findings[:i])]
     ordered = sorted(once, key=lambda finding: GRAVITY.get(finding.kind, len(GRAVITY)))
     own = tuple(health.values())
-    return Summary(target, len(chains), num_draws, rows, own, tuple(ordered), seconds, num_gradients, tuple(notes))
+    return Summary(target, len(chains), num_draws, rows, own, tuple(ordered), seconds, num_gradients, tuple(notes), burn_in)
 
 
 def _row(series: Series, *, alone: bool) -> Row:

@@ -1,8 +1,8 @@
 """What a checkpoint stores: everything that a run needs to resume bit for bit.
 
 The part under "sampler" is the engine's: `samplers/torch_optimizer.py` (one chain) or `samplers/stacked.py` (many), with
-`samplers/chains.py` in both. `posterior/chain_records.py` reads health, moments and settings back; `posterior/store/` writes
-the files.
+`samplers/chains.py` in both. `posterior/chain_records.py` reads health, moments, settings and the record of burn-in back;
+`posterior/store/` writes the files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["load_state", "state_of"]
 
 def state_of(loop: Loop) -> dict[str, Any]:
     """Everything that is needed to resume bit for bit."""
-    device = loop.session.device
+    device, adaptation = loop.session.device, loop.chains.adaptation
     return {
         "sampler": loop.engine.state_dict(),
         "scheduler": None if loop.scheduler is None else _plain_state(loop.scheduler),
@@ -36,12 +36,13 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "sums": loop.sums,
         "moments": None if loop.moments is None else [moments.state_dict() for moments in loop.moments],
         "health": loop.chains.health_state(),
+        "warm_up": None if adaptation is None else adaptation.record(loop.chains.kernel()).state(),
         "callbacks": callback_states(loop.plan.callbacks, loop.numbers),
     }
 
 
 def load_state(loop: Loop, state: dict[str, Any]) -> None:
-    """Restore what `state_of` returned. (The part under "health" is for readers of the run: the sampler keeps its own sums.)"""
+    """Restore what `state_of` returned. ("health" and "warm_up" are for readers of the run: the sampler keeps its own sums.)"""
     device = loop.session.device
     loop.engine.load_state_dict(state["sampler"])
     if loop.scheduler is not None and state["scheduler"] is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,9 +13,20 @@ from torch import Tensor, nn
 from adammcmc.acceptance import FullData
 from adammcmc.samplers.exact import Underdamped
 from adammcmc.samplers.sampler import Sampler
+from adammcmc.samplers.warmup import WarmUp
 from adammcmc.target.priors import Gaussian, Prior
 
-__all__ = ["SCANNED", "Factory", "as_factory", "build", "finds_settings", "given_options", "innermost", "scanned"]
+__all__ = [
+    "SCANNED",
+    "Factory",
+    "as_factory",
+    "build",
+    "check_tuned",
+    "finds_settings",
+    "given_options",
+    "innermost",
+    "scanned",
+]
 
 Factory = Callable[..., Sampler]  # parameters, options -> sampler
 SCANNED = ("lr", "sigma", "sigma_along", "step_size", "inverse_temperature")
@@ -93,6 +104,20 @@ def build(factory: Factory, model: nn.Module, fill: dict[str, Any]) -> Sampler:
     if not isinstance(sampler, Sampler):
         raise TypeError(f"`sampler` must make a sampler of adammcmc, such as AdamMCMC, got {type(sampler).__name__}.")
     return sampler
+
+
+def check_tuned(factory: Factory, records: Sequence[WarmUp], scan: Mapping[str, Any]) -> None:
+    """Refuse records of a burn-in that are of another sampler, or whose settings have another source."""
+    name = getattr(innermost(factory), "__name__", "sampler")
+    for record in records:
+        if isinstance(innermost(factory), type) and record.sampler != name:
+            raise ValueError(f"`warm_up` is the record of {record.sampler}, and the sampler is {name}.")
+        if unknown := [key for key in record.settings if key not in _accepted(factory)]:
+            raise ValueError(f"`warm_up` has a {unknown[0]}, which `sampler` does not take.")
+        if twice := [key for key in record.settings if key in scan]:
+            raise ValueError(f"`{twice[0]}` has a value for each chain, and `warm_up` has one: leave one of them out.")
+        if given_options(factory).get("burn_in"):
+            raise ValueError("`warm_up` brings settings, so that nothing adapts: leave out the sampler's `burn_in`.")
 
 
 def innermost(factory: Any) -> Any:

@@ -214,19 +214,23 @@ class Loop:
                 for callback in callbacks:
                     getattr(callback, method)(event, *([] if records is None else [records[i]]))
 
-    def _num_steps(self) -> int | None:
+    def _num_steps(self) -> int:
         """Of the whole run; while the length of burn-in is unknown, with its limit."""
         start = self.burn_in if self.burned_in_at is None else self.burned_in_at
-        if start is None and self.chains.adaptation is not None:
-            settings = self.chains.adaptation.settings
-            start = settings.num_steps or settings.max_steps
-        return None if start is None else start + self.plan.num_draws * self.plan.gap
+        if self.chains.is_adapting:
+            assert self.chains.adaptation is not None
+            start = max(start or 0, self.chains.adaptation.most_steps)
+        return (start or 0) + self.plan.num_draws * self.plan.gap
 
     def _status(self) -> str:
         chains = self.chains
+        if chains.is_adapting:
+            assert chains.adaptation is not None
+            return chains.adaptation.status()
         loss, rate, beta = (float(x.mean()) for x in (chains.info.loss, chains.mean_acceptance_rate, chains.beta_eff))
-        hot = f" beta_eff {beta:.2f}" if beta < 0.995 else ""  # (False for NaN: unknown, or irrelevant)
-        return f"loss {loss:.3g} acceptance {rate:.2f}{hot}{' burn-in' if self.burned_in_at is None else ''}"
+        hot = f", beta_eff {beta:.2f}" if beta < 0.995 else ""  # (False for NaN: unknown, or irrelevant)
+        burn_in = f"burn-in until step {self.burn_in:,}: " if self.burned_in_at is None else ""
+        return f"{burn_in}loss {loss:.3g}, acceptance {rate:.2f}{hot}"
 
     # --- the checkpoint -----------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import numpy
 import safetensors
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from adammcmc.errors import StoreMismatch, warn
 from adammcmc.posterior.posterior import check_model, describe_tensors
@@ -44,7 +45,7 @@ def new_manifest(session: Session, loop: Loop) -> dict[str, Any]:
         "target": session.describe(loop.chains),
         "target_at_first": session.describe(loop.chains, is_full=False),
         "gradients_per_step": sampler.gradients_per_step,
-        "chains": [_chain_options(sampler, session.factory, session.scan, chain) for chain in range(plan.num_chains)],
+        "chains": [_chain_options(sampler, session.factory, session.options(chain)) for chain in range(plan.num_chains)],
         "starts": [_checksum(state) for state in starts],
         **({} if members is None else {"members": members.record()}),
         "keep": plan.keep,
@@ -67,6 +68,7 @@ def new_manifest(session: Session, loop: Loop) -> dict[str, Any]:
             "settings": _settings_of(sampler),
             **({"stacked": True} if loop.key is None else {}),
             **({"scan": session.scan} if session.scan else {}),
+            **({"warm_up": [_tuned_in_words(plan.tuned(chain)) for chain in range(plan.num_chains)]} if plan.records else {}),
             **({} if training is None else {"members": training.settings()}),
         },
         "prior": _describe_prior(sampler.target.prior, sampler),
@@ -90,7 +92,7 @@ def check_same_run(before: dict[str, Any], now: dict[str, Any], session: Session
     if session.data.why_not_resumable is not None:
         raise StoreMismatch(f"{what} cannot be resumed: {session.data.why_not_resumable}.")
     old, new = (
-        {"stacked": None, "scan": None, "members": None, **x["configuration"]}
+        {"stacked": None, "scan": None, "warm_up": None, "members": None, **x["configuration"]}
         | {key: x[key] for key in ("keep", "dtype", "likelihood")}
         | {"num_data": x["data"]["num_data"], "target": x["target_at_first"]}
         for x in (before, now)
@@ -131,15 +133,15 @@ def note_environment(before: dict[str, Any], now: dict[str, Any], folder: Path |
         before.setdefault("resumed", []).append({key: now[key] for key in ("created", "versions", "machine")})
 
 
-def _chain_options(sampler: Sampler, factory: Factory, scan: dict[str, list[float]], chain: int) -> dict[str, float]:
-    """The numerical options of a chain, by name. `sampler` is that of the first chain."""
+def _chain_options(sampler: Sampler, factory: Factory, own: dict[str, Any]) -> dict[str, float]:
+    """The numerical options of a chain, by name. `sampler` is that of the first chain; `own`: what only this chain has."""
     group = sampler.param_groups[0]
     has_size = "step_size" in inspect.signature(innermost(factory)).parameters
     settings = {("step_size" if has_size and key == "lr" else key): group.get(key) for key in ("lr", "sigma", "sigma_along")}
     if finds_settings(factory):
         settings.pop("step_size", None)  # burn-in finds it
     settings["inverse_temperature"] = sampler.target.inverse_temperature
-    settings |= {name: values[chain] for name, values in scan.items()}
+    settings |= own
     return {key: float(value) for key, value in settings.items() if isinstance(value, int | float)}
 
 
@@ -152,6 +154,15 @@ def _settings_of(sampler: Sampler) -> dict[str, Any]:
     own = {key: value for key, value in vars(sampler).items() if not key.startswith("_")}
     kinds = (bool, int, float, str, tuple, BurnIn)
     return {"groups": groups} | {key: plain_json(value) for key, value in own.items() if isinstance(value, kinds)}
+
+
+def _tuned_in_words(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of an earlier burn-in: numbers, and checksums of tensors."""
+    leaves = {name: [x for x in _pytree.tree_leaves(value) if x is not None] for name, value in settings.items()}
+    return {
+        name: "; ".join(str(_as_words(x)) for x in parts) if isinstance(parts[0], Tensor) else plain_json(settings[name])
+        for name, parts in leaves.items()
+    }
 
 
 _PROBES = (0.01, 0.1, 1.0, 10.0)

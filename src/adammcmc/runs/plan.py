@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
 
+from adammcmc.errors import warn
 from adammcmc.posterior.posterior import Posterior
 from adammcmc.posterior.store.encoding import can_store
 from adammcmc.runs.callbacks import Callback
@@ -27,6 +28,7 @@ from adammcmc.runs.session import Session
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.processes import check_not_distributed
 from adammcmc.samplers.sampler import Sampler
+from adammcmc.samplers.warmup import WarmUp
 from adammcmc.target.likelihood import Likelihood
 from adammcmc.target.priors import Prior
 
@@ -68,6 +70,7 @@ class Plan:
     dtype: torch.dtype | None = None
     initial: Sequence[Mapping[str, Tensor]] | TrainMembers | None = None
     warm_start: torch.optim.Optimizer | Mapping[str, Any] | None = None
+    warm_up: WarmUp | Sequence[WarmUp | None] | None = None
     scheduler: Callable[[Sampler], LRScheduler] | None = None
     callbacks: Sequence[Callback] = ()
     likelihood: str | Likelihood | None = None
@@ -94,6 +97,7 @@ class Plan:
         if self.path is not None:
             object.__setattr__(self, "path", Path(self.path).expanduser())
         self._check_initial()
+        self._check_warm_up()
         if not isinstance(self.callbacks, list | tuple):
             raise TypeError(f"`callbacks` must be a list of callbacks, got {type(self.callbacks).__name__}.")
         for callback in self.callbacks:
@@ -115,6 +119,40 @@ class Plan:
                 f"{len(initial)}. Set num_chains={len(initial)}."
             )
 
+    def _check_warm_up(self) -> None:
+        """Make `warm_up` a tuple: empty, or with one record for all chains or one for each."""
+        given = self.warm_up
+        records = () if given is None else (given,) if isinstance(given, WarmUp) else tuple(given)
+        for record in records:
+            if not (isinstance(record, WarmUp) and record.settings):
+                raise TypeError(
+                    "`warm_up` must be the record of a network's burn-in (`posterior.warm_up[0]`, or `sampler.warm_up`), got "
+                    f"{'one without settings' if isinstance(record, WarmUp) else type(record).__name__}."
+                )
+            if not record.is_settled:
+                warn(f"`warm_up` is the record of a burn-in that did not settle: {record.reason}.")
+        if len(records) not in (0, 1, self.num_chains):
+            raise ValueError(f"`warm_up` has {len(records)} records for {self.num_chains} chains: give one, or one for each.")
+        if records and isinstance(self.burn_in, BurnIn):
+            raise ValueError("`warm_up` brings settings, so that nothing adapts: `burn_in` must be a number of steps, or None.")
+        object.__setattr__(self, "warm_up", records)
+
+    @property
+    def records(self) -> tuple[WarmUp, ...]:
+        """Of `warm_up`: none, one for all chains, or one for each."""
+        return cast(tuple[WarmUp, ...], self.warm_up)
+
+    def tuned(self, chain: int) -> dict[str, Any]:
+        """The settings of a chain that `warm_up` brings."""
+        return dict(self._record(chain).settings) if self.records else {}
+
+    def tuned_to(self, chain: int) -> float | None:
+        """The acceptance that these settings were tuned to."""
+        return self._record(chain).target_acceptance if self.records else None
+
+    def _record(self, chain: int) -> WarmUp:
+        return self.records[chain if len(self.records) > 1 else 0]
+
     def _check_model(self) -> None:
         if not isinstance(self.model, nn.Module):
             raise TypeError(f"`model` must be a torch.nn.Module, got {type(self.model).__name__}.")
@@ -135,7 +173,8 @@ class Plan:
                 f"model    {type(self.model).__name__}, {number:,} trainable weights",
                 f"sampler  {'Underdamped (default)' if made_by is None else getattr(made_by, '__name__', made_by)}"
                 + (f"({options})" if options else "")
-                + ("" if self.batch_size is None else f", batches of {self.batch_size}"),
+                + ("" if self.batch_size is None else f", batches of {self.batch_size}")
+                + (", with the settings of an earlier burn-in" if self.records else ""),
                 f"chains   {self.num_chains}, each with {self.num_draws} draws {self.gap} steps apart after {burn_in}; "
                 f"seed {self.seed}",
                 *self._starts(),
@@ -190,6 +229,7 @@ def sample(
     dtype: torch.dtype | None = None,
     initial: Sequence[Mapping[str, Tensor]] | TrainMembers | None = None,
     warm_start: torch.optim.Optimizer | Mapping[str, Any] | None = None,
+    warm_up: WarmUp | Sequence[WarmUp | None] | None = None,
     scheduler: Callable[[Sampler], LRScheduler] | None = None,
     callbacks: Sequence[Callback] = (),
     likelihood: str | Likelihood | None = None,
@@ -199,18 +239,16 @@ def sample(
 ) -> Posterior:
     """Draw a network's weights from its posterior. The same as `Plan(...).run()`.
 
-    The model is sampled in its current modes (`train` or `eval`), and restored before this returns.
-
     Args:
-        model: preferably trained; the chains start from its weights, or from `initial`.
+        model: preferably trained; the chains start from its weights, or from `initial`. It is sampled in its current modes
+            (`train` or `eval`), and restored before this returns.
         train: tensors (inputs, targets) on any device; arrays, or paths of .npy files, which are memory-mapped; a
             Dataset; or a DataLoader. See `as_data`.
         loss: a function of outputs and targets, such as `F.cross_entropy`, or of model and batch (name its first
             argument `model`). For regression, use `GaussianNLL(noise)`.
-        sampler: makes the sampler from parameters, such as `partial(AdamMCMC, lr=1e-3, sigma=3e-4, sigma_along=2.0)`;
-            `num_data`, `generator` and `fixed_data` are filled in. None is `Underdamped`, which is exact: on all data
-            at once, or with `FullData()` on minibatches. lr, sigma, sigma_along, step_size and inverse_temperature may
-            be tensors with one value per chain: a scan in one run.
+        sampler: makes the sampler from parameters, such as `partial(AdamMCMC, lr=1e-3, sigma=3e-4, sigma_along=2.0)`. None
+            is `Underdamped`, which is exact: on all data at once, or with `FullData()` on minibatches. lr, sigma, sigma_along,
+            step_size and inverse_temperature may be tensors with one value per chain: a scan in one run.
         batch_size: None uses the DataLoader's, or all data at once.
         prior: passed to the sampler. None: a sampler that requires a prior gets `Gaussian.fan_in(model, 2.0)`.
         num_draws: draws per chain.
@@ -229,6 +267,7 @@ def sample(
         dtype: of the stored draws; None is the dtype of the weights.
         initial: a state dictionary for each chain to start from; or `TrainMembers()`, which trains a network for each.
         warm_start: an optimizer (or its state) whose moments `AdamMCMC` starts from.
+        warm_up: `posterior.warm_up` of another run, or one record of it: its settings are used, and nothing adapts.
         scheduler: makes a scheduler from the sampler; stepped after each step.
         callbacks: see `Callback`; `TensorBoard(folder)` writes scalars.
         likelihood: the meaning of the outputs, for prediction; None is inferred from the loss. See `Likelihood`.

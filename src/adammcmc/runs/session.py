@@ -25,7 +25,7 @@ from adammcmc.posterior.store.encoding import stored_dtype
 from adammcmc.posterior.store.folder import FolderStore, MemoryStore, Store, read_manifest
 from adammcmc.posterior.store.records import MANIFEST
 from adammcmc.runs.checkpoint import state_of
-from adammcmc.runs.factory import as_factory, build, finds_settings, given_options, innermost, scanned
+from adammcmc.runs.factory import as_factory, build, check_tuned, finds_settings, given_options, innermost, scanned
 from adammcmc.runs.interrupts import deferred_interrupt
 from adammcmc.runs.loop import Loop, OneChain
 from adammcmc.runs.manifest import check_same_run, new_manifest, note_environment
@@ -66,6 +66,7 @@ class Session:
         self.has_fixed_data = self.data.batch_size == self.data.num_data  # every batch is the whole data set
         self.factory = as_factory(plan.sampler, plan.prior, self.model, self.has_fixed_data)
         self.scan = scanned(self.factory, plan.num_chains)  # sampler options with one value per chain
+        check_tuned(self.factory, plan.records, self.scan)
         self.loss = Loss(plan.loss)
         self.likelihood = likelihood_of(plan.loss) if plan.likelihood is None else as_likelihood(plan.likelihood)
         self.prototype: Sampler  # the newest of chain 0
@@ -118,7 +119,7 @@ class Session:
         prototype = self.new_sampler(0)
         setups: list[Setup] = [setup_of(prototype, self.model, None)]
         for chain in range(1, plan.num_chains):
-            is_like_first = not self.scan and self.initial is None
+            is_like_first = not self.scan and self.initial is None and len(self.plan.records) < 2
             setups.append(setups[0] if is_like_first else setup_of(self.new_sampler(chain), self.model, setups[0]))
         examples = prototype.network.examples
         if isinstance(examples, DataExamples):  # vmap needs the uncompiled model
@@ -167,12 +168,16 @@ class Session:
         self.data.restart(derive_seed(self.plan.seed, chain, 1))
         torch.manual_seed(derive_seed(self.plan.seed, chain, 2))
 
+    def options(self, chain: int) -> dict[str, Any]:
+        """The options of the sampler that belong to one chain: of a scan, or of an earlier burn-in."""
+        return {name: values[chain] for name, values in self.scan.items()} | self.plan.tuned(chain)
+
     def new_sampler(self, chain: int) -> Sampler:
         """The sampler of a chain, with its starting weights in the model."""
         plan, data = self.plan, self.data
         if self.initial is not None:
             self.model.load_state_dict(self.initial[chain])
-        factory = functools.partial(self.factory, **{name: values[chain] for name, values in self.scan.items()})
+        factory = functools.partial(self.factory, **self.options(chain))
         generator = torch.Generator(self.device).manual_seed(derive_seed(plan.seed, chain, 0))
         options: dict[str, Any] = {"num_data": data.num_data, "generator": generator}
         made_by, acceptance = innermost(factory), given_options(factory).get("acceptance")
@@ -197,6 +202,7 @@ class Session:
                 "step to step. Leave out batch_size (all data at once), or fixed_data."
             )
         sampler.generator = generator
+        sampler.chains.tuned_to = plan.tuned_to(chain)
         self.prototype = sampler if chain == 0 else self.prototype
         if plan.warm_start is not None:
             start = plan.warm_start

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, get_args
@@ -32,11 +31,12 @@ from adammcmc.kernels.proposal import Prolate
 from adammcmc.kernels.scaling import Scaling, restored, stored
 from adammcmc.kernels.words import preconditioner_in_words
 from adammcmc.samplers.approach import Approach
+from adammcmc.samplers.budget import Budget
 from adammcmc.samplers.diagnostics import rhat
 from adammcmc.samplers.metric import Kind, MetricSums
 from adammcmc.samplers.persistence import Persistence
 from adammcmc.samplers.warmup import WarmUp
-from adammcmc.target.leaves import Leaves, Setting, inner, per_chain
+from adammcmc.target.leaves import Leaves, Setting, inner, per_chain, widen
 from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
 
@@ -48,7 +48,7 @@ _NAMED = 10  # chains in a warning
 _WATCHED = 32  # coordinates
 _LAST_WINDOW = 600  # steps of the last window, over all chains
 _AGREEING = 1.02  # R-hat
-_NOT_SAVED = ("settings", "approach", "_persistence", "_precision", "_shapes", "_sums", "_began", "_metric_in_use")
+_NOT_SAVED = ("settings", "approach", "budget", "_persistence", "_precision", "_shapes", "_sums", "_metric_in_use")
 _SLOW, _QUICK = 0.3, 0.6  # acceptance of a chain, relative to the target, below and above which its own factor changes
 
 
@@ -59,7 +59,8 @@ class BurnIn:
     Args:
         num_steps: steps of adaptation; None continues until U is flat.
         max_steps: the limit on waiting for a flat U; the settings are then frozen, with a warning.
-        max_seconds: likewise, in seconds of wall time (the run is then not reproducible).
+        max_seconds: likewise, in seconds of wall time from the first step, also for `num_steps` (the run is then not
+            reproducible).
         target_acceptance: the acceptance that the scale (sigma, or the step size) is tuned to. None is the kernel's
             own: 0.6 for Algorithm 1, 0.57 for MALA, 0.85 for the underdamped kernel, 0.25 for the exact chain of
             Theorem 1; for `Barker`, its acceptance of moves that Metropolis would accept at that rate.
@@ -155,7 +156,7 @@ class Adaptation:
         self.frozen: list[int] = []
         """Chains that did not move in the second half of the last window while others did."""
         self.agreement: float | None = None
-        """The largest R-hat over U and coordinates in the last complete window, where chains are watched."""
+        """The largest R-hat over U and coordinates in the last window with a level U, where chains are watched."""
         self._precision, self._shapes = precision, shapes
         self._natural = math.sqrt(num_params / 2)
         self._learns = learns and settings.learn_preconditioner
@@ -170,7 +171,7 @@ class Adaptation:
             if rate <= self.target:
                 raise ValueError(f"`proposal_acceptance` must exceed the target acceptance {self.target}, got {rate}.")
             self._kappa = statistics.NormalDist().inv_cdf(1 - rate / 2)
-        self._began = time.monotonic()
+        self.budget = Budget(settings.max_seconds)
         self._step = 0
         self.approach = self._new_approach(num_params) if velocity and approaches else None
         """The steps without a test, until they are done."""
@@ -178,6 +179,7 @@ class Adaptation:
         self._first_sign = 0
         self._log_scale = 0.0
         self._levels: list[tuple[float, float]] = []  # mean and standard deviation of U in each window
+        self._was_level = False  # whether U was level in the last complete window
         self.trend: list[tuple[int, float]] = []
         """(step, U): the median over the chains, window by window."""
         self._ratio = math.nan
@@ -232,6 +234,7 @@ class Adaptation:
 
         `log_ratio`: Y; `params`: the new point.
         """
+        self.budget.begin()
         self._step, self._num_chains = self._step + 1, len(potential)
         if self._learns and grad is not None and not self._is_last:
             self._sums.add(grad, scale, params)
@@ -252,7 +255,8 @@ class Adaptation:
         move = self._towards(rate)
         self._log_scale += move
         self._log_scales.append(self._log_scale)
-        self.has_new_window = self._in_window >= self._length
+        is_late = self.budget.is_over if self._is_last else self.budget.is_late and self._in_window > 1
+        self.has_new_window = self._in_window >= self._length or is_late
         metric = self._end_of_window() if self.has_new_window else None
         if self.is_done:  # freeze at the mean over the second half of the last window
             move += _late_mean(self._log_scales) - self._log_scale
@@ -284,18 +288,18 @@ class Adaptation:
         self._own = after
         return None if torch.equal(after, before) else after / before
 
-    def approach_metric(self, own: Leaves | Scaling | None) -> Leaves | Scaling | None:
-        """A during the approach: the kernel's own, or the prior's variances."""
+    def approach_metric(self, own: Leaves | Scaling | None, params: Leaves) -> Leaves | Scaling | None:
+        """A during the approach: the kernel's own, or the prior's variances (in the dtype of a velocity of these weights)."""
         if own is not None or self._precision is None or any(bool((q <= 0).any()) for q in self._precision):
             return own
-        return tuple(1 / q for q in self._precision)
+        return tuple((1 / q).to(widen(x).dtype) for q, x in zip(self._precision, params, strict=True))
 
     def _approach(self, approach: Approach, log_ratio: Tensor, potential: Tensor) -> Change:
         """A step without a test: only the steps of the approach change, and, where there is no prior, the metric."""
         approach.observe(log_ratio, potential)
         self.trend = approach.trend
         metric = None
-        is_over = approach.is_done or self._is_late
+        is_over = approach.is_done or self.budget.is_late
         if is_over or (approach.has_new_window and not approach.is_in_last_stretch):
             if self._learns and (is_over or self._precision is None):
                 metric = self._sums.learn(self._metric_in_use)
@@ -308,11 +312,6 @@ class Adaptation:
         elif metric is not None:
             approach.rescale(factor)
         return Change(1.0, None, metric)
-
-    @property
-    def _is_late(self) -> bool:
-        limit = self.settings.max_seconds
-        return limit is not None and time.monotonic() - self._began > 0.85 * limit
 
     def _pooled_rate(self, acceptance: Tensor) -> float:
         """The mean acceptance of the chains that move: one in a bad place shall not shorten the steps of all."""
@@ -348,24 +347,28 @@ class Adaptation:
         self.trend.append((self._step, statistics.fmean(self._potentials)))
         if self._is_last:
             self.is_done = True
+            self.budget.stop()
             self.frozen = self._frozen()
             return None
         if self._by_chain is not None:
             self._rates = (self._by_chain / (self._in_window - self._length // 2)).cpu()
         self._levels.append((statistics.fmean(self._potentials), statistics.pstdev(self._potentials)))
-        self.is_flat = self._is_level() and self._agrees()
+        self._was_level = self._is_level()
+        self.is_flat = self._was_level and self._agrees()
         if self._persistence is not None and self._watched:
             self._persistence.learn(torch.stack(self._watched, 1))
-        metric = self._metric()
+        is_cut = self._in_window < self._length  # for lack of time, with too few steps to learn from
+        metric = None if is_cut and self._metric_in_use is not None else self._metric()
         grown = math.ceil(1.5 * self._length)
         has_limit = self.settings.num_steps is not None
         left = (self.settings.num_steps or self.settings.max_steps) - self._step
-        if (has_limit or not self.is_flat) and left > 2 * grown and not self._is_late:
+        if (has_limit or not self.is_flat) and left > 2 * grown and not self.budget.is_late:
             self._length = grown
         else:
             self._is_last = True
             grown = max(grown, _LAST_WINDOW // self._num_chains)  # the acceptance of one chain fluctuates for long
             self._length = max(1, left if has_limit else min(grown, max(left, self._length // 2)))
+            self._length = self.budget.steps(self._step, self._length)
         self._start_window()
         return metric
 
@@ -420,26 +423,26 @@ class Adaptation:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as numbers, lists and tensors, and the settings as numbers."""
-        state = {key: value for key, value in self.__dict__.items() if key not in _NOT_SAVED}
-        approach = None if self.approach is None else self.approach.state_dict()
-        # wall time is no part of a chain, unless it ends the burn-in
-        seconds = 0.0 if self.settings.max_seconds is None else time.monotonic() - self._began
-        own = {"settings": asdict(self.settings), "approach": approach, "sums": self._sums.state_dict(), "seconds": seconds}
-        return {**state, **own, "metric": stored(self._metric_in_use)}
+        return _state(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
-        rest = {key: value for key, value in state.items() if key not in ("approach", "sums", "seconds", "metric")}
-        self.__dict__.update({**rest, "settings": BurnIn(**state["settings"])})
-        self._began = time.monotonic() - state["seconds"]
-        self._sums = MetricSums(self._kind, self._precision, self._shapes)
-        self._sums.load_state_dict(state["sums"])
-        self._metric_in_use = restored(state["metric"])
-        if state["approach"] is None:
-            self.approach = None
-        else:
-            assert self.approach is not None
-            self.approach.load_state_dict(state["approach"])
+        _restore(self, state)
+
+    @property
+    def num_steps(self) -> int:
+        """So far."""
+        return self._step
+
+    @property
+    def most_steps(self) -> int:
+        """Steps that burn-in takes at most; with a limit in seconds at the speed so far."""
+        limit = self.settings.num_steps or self.settings.max_steps
+        return self._step + self.budget.steps(self._step, max(0, limit - self._step))
+
+    def status(self) -> str:
+        """The phase, what it waits for, and U in the last window with its change from the one before; in 80 columns."""
+        return _status(self)
 
     def record(self, kernel: Any) -> WarmUp:
         """What was done and reached, with the kernel as it is now."""
@@ -447,20 +450,7 @@ class Adaptation:
 
     def complaint(self) -> str | None:
         """What burn-in has not reached so far, in words; None if it has reached everything."""
-        if self.settings.num_steps is None and not self.is_flat:
-            return (
-                f"burn-in ended after {self._step} steps while U was still moving, and no further window fits into "
-                f"max_steps = {self.settings.max_steps}: draws from there on are not from the target yet. Start where "
-                "the density is higher (train a network first), or raise max_steps"
-            )
-        reached = self.reached or 0.0
-        if reached < self.target - 0.15:
-            advice = "The step itself may be the cause of rejections: lower lr, or allow more steps"
-        elif reached > self.target + 0.6 * (1 - self.target):
-            advice = "The steps are still too short: allow more steps of burn-in"
-        else:
-            return None
-        return f"burn-in reached an acceptance of {reached:.2f} instead of {self.target:.2f}. {advice}"
+        return _complaint(self)
 
     def warn(self) -> None:
         """Warn of what burn-in did not reach, and of the chains that do not move."""
@@ -474,30 +464,97 @@ class Adaptation:
             warn(_frozen_in_words(self.frozen, self._num_chains, self.reached))
 
 
+def _complaint(of: Adaptation) -> str | None:
+    if of.settings.num_steps is None and not of.is_flat:
+        limit = "max_seconds" if of.budget.is_late else "max_steps"
+        return (
+            f"burn-in ended after {of._step} steps while U was still moving, and no further window fits into "
+            f"{limit} = {getattr(of.settings, limit)}: draws from there on are not from the target yet. Start where "
+            f"the density is higher (train a network first), or raise {limit}"
+        )
+    reached = of.reached or 0.0
+    if reached < of.target - 0.15:
+        advice = "The step itself may be the cause of rejections: lower lr, or allow more steps"
+    elif reached > of.target + 0.6 * (1 - of.target):
+        advice = "The steps are still too short: allow more steps of burn-in"
+    else:
+        return None
+    return f"burn-in reached an acceptance of {reached:.2f} instead of {of.target:.2f}. {advice}"
+
+
+def _state(of: Adaptation) -> dict[str, Any]:
+    state = {key: value for key, value in of.__dict__.items() if key not in _NOT_SAVED}
+    approach = None if of.approach is None else of.approach.state_dict()
+    own = {"settings": asdict(of.settings), "approach": approach, "sums": of._sums.state_dict(), "seconds": of.budget.state()}
+    return {**state, **own, "metric": stored(of._metric_in_use)}
+
+
+def _restore(of: Adaptation, state: dict[str, Any]) -> None:
+    rest = {key: value for key, value in state.items() if key not in ("approach", "sums", "seconds", "metric")}
+    of.__dict__.update({**rest, "settings": BurnIn(**state["settings"])})
+    of.budget = Budget(of.settings.max_seconds)
+    of.budget.restore(state["seconds"], is_new=of._step == 0)
+    of._sums = MetricSums(of._kind, of._precision, of._shapes)
+    of._sums.load_state_dict(state["sums"])
+    of._metric_in_use = restored(state["metric"])
+    if state["approach"] is None:
+        of.approach = None
+    else:
+        assert of.approach is not None
+        of.approach.load_state_dict(state["approach"])
+
+
+def _waits_for(of: Adaptation) -> str:
+    """What must happen for burn-in, or its approach, to end."""
+    if of.approach is not None:
+        return "with shorter and shorter steps" if of.approach.is_in_last_stretch else "until U settles"
+    if (number := of.settings.num_steps) is not None:
+        return f"until step {number:,}"
+    if of._is_last:
+        return "in the last window"
+    if of._was_level and of.agreement is not None:
+        return f"until chains agree (R-hat {of.agreement:.2f})"
+    return "until U settles"
+
+
+def _status(of: Adaptation) -> str:
+    words = f"{'tuning' if of.approach is None else 'approach'} {_waits_for(of)}"
+    if of.trend:
+        level = of.trend[-1][1]
+        change = f" ({level - of.trend[-2][1]:+.2g})" if len(of.trend) > 1 else ""
+        words += f": U {level:.5g}{change}"
+    if of.approach is None and of._acceptances:
+        words += f"{', ' if of.trend else ': '}acceptance {_late_mean(of._acceptances):.2f}"
+    return words
+
+
 def _record(of: Adaptation, kernel: Any) -> WarmUp:
     settings = settings_by_name(kernel)
     size = settings.get("step_size", settings.get("sigma", math.nan))
     rates = () if of._by_chain is None else tuple((of._by_chain / max(1, of._in_window - of._length // 2)).tolist())
-    complaint = of.complaint()
+    complaint = of.complaint() if of.is_done else f"not over yet: {_status(of)}"
     ended = "chains and halves agree" if of.agreement is not None else "U is level"
-    if of.settings.num_steps is not None:
-        ended = f"{of.settings.num_steps} steps were asked for"
+    if (number := of.settings.num_steps) is not None:
+        ended = f"{number} steps were asked for"
+        if of._step < number:
+            ended = f"the time was up, max_seconds = {of.settings.max_seconds}; {ended}"
     return WarmUp(
         kernel=kernel,
         params=None,
         num_steps=of._step,
         num_descent=0,
-        num_approach=of._num_approach,
+        num_approach=of._step if of.approach is not None else of._num_approach,
         step_size=float(torch.as_tensor(size, dtype=torch.float64).median()),
         scaling=preconditioner_in_words(of._metric_in_use),
         acceptance=math.nan if of.reached is None else of.reached,
+        target_acceptance=of.target,
         acceptance_by_chain=rates,
         agreement=of.agreement,
         frozen=tuple(of.frozen),
         trend=tuple(of.trend),
         is_settled=complaint is None and not of.frozen,
         reason=ended if complaint is None else complaint,
-        seconds=time.monotonic() - of._began,
+        seconds=of.budget.seconds,
     )
 
 

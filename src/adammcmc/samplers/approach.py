@@ -2,11 +2,12 @@ r"""The first part of burn-in: steps without a test, each chain with a step of i
 
 The dynamics has constant speed (`kernels.approach`). The energy error of a step, Y, is its measure of length:
 
-    log h <- log h - gain clip(log(Y^2 / (v d)), -2, 2) / 6       (Y^2 grows as h^6),   gain from 1 to 1/25,   d numbers of a chain
+    log h <- log h - gain clip(log(Y^2 / (v d)), -2, 2) / 6,    gain from 1 to 1/25,    d numbers of a chain
 
-so that E Y^2 = v d up to a constant (many tiny errors must not outweigh a large one: hence the clip). v is 0.5 until U is
-level, then falls to 0.1 over a last stretch, which leaves less of the bias of long steps. Windows grow by half until the median over the chains of what U changes between two of them is small
-against its natural spread, sqrt(d / 2), and no chain that is far above the others still falls.
+so that Y^2, which grows as h^6, is about v d. (Many tiny errors must not outweigh a large one: hence the clip.) v is 0.5
+until U is level, then falls to 0.1 over a last stretch, which leaves less of the bias of long steps. Windows grow by half
+until the median over the chains of what U changes between two of them is small against its natural spread, sqrt(d / 2),
+and no chain that is far above the others still falls.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from adammcmc.errors import NonFiniteLoss, warn
 from adammcmc.kernels.approach import approaching
 from adammcmc.kernels.kernel import ChainState, Info
 from adammcmc.samplers.adaptation import Adaptation, Change
-from adammcmc.samplers.health import Health, read_health
+from adammcmc.samplers.health import Health, read_health, warn_off_target
 from adammcmc.samplers.layers import GraphNumbers, Layers
 from adammcmc.samplers.packing import Packing
 from adammcmc.samplers.processes import check_one_process
@@ -45,6 +45,7 @@ __all__ = ["Chains", "Network", "NetworkPotential", "Owner"]
 _logger = logging.getLogger("adammcmc")
 # steps at which fixed data are checked again; on an accelerator the first only, since the check waits for it
 _RECHECKS = [10**k for k in range(9)]
+_LOOKS = [1024 * 8**k for k in range(8)]  # steps since burn-in at which the acceptance is compared with its target
 
 
 class NetworkPotential:
@@ -236,6 +237,9 @@ class Chains:
         """How precisely U is known; None before the first step, and for a test that does not use U."""
         self.monitor: RunningSums | None = None
         self.last_info: Info | Callable[[], Info] | None = None
+        self.tuned_to: float | None = None
+        """The acceptance that settings of an earlier burn-in were tuned to."""
+        self._has_warned = False  # of acceptance far from its target
         self._kernel: Any = None
         self._precision: list[float] | None = None
         self.sum_acceptance = torch.zeros(self.num_chains, dtype=torch.float64, device=self.device)
@@ -294,17 +298,16 @@ class Chains:
         with network.attempt(potential, params):
             if self.here is not None and self.num_steps in _RECHECKS[: None if self.device.type == "cpu" else 1]:
                 potential.check_same(self.here)
-            state, info = self._moving(kernel).step(self.owner.prepare(potential, state), potential, self.owner.generator)
+            state, moving = self.owner.prepare(potential, state), self._moving(kernel, params)
+            state, info = moving.step(state, potential, self.owner.generator)
         return potential, state, info
 
-    def _moving(self, kernel: Any) -> Any:
+    def _moving(self, kernel: Any, params: Leaves) -> Any:
         """The kernel of this step: while the chains approach their bulk, one without a test."""
-        approach = None if self.adaptation is None or self.adaptation.is_done else self.adaptation.approach
-        if approach is None:
+        if (adaptation := self.adaptation) is None or adaptation.approach is None:
             return kernel
-        assert self.adaptation is not None
-        steps = approach.steps(self.frozen_at, self.num_chains)
-        return approaching(kernel, steps, self.adaptation.approach_metric(kernel.preconditioner))
+        steps = adaptation.approach.steps(self.frozen_at, self.num_chains)
+        return approaching(kernel, steps, adaptation.approach_metric(kernel.preconditioner, params))
 
     def _upload(self, kernel: Any) -> None:
         """Send settings that have changed to the kernel's backend."""
@@ -367,6 +370,8 @@ class Chains:
         if self.monitor is None:
             self.monitor = self.new_monitor()
         self.monitor.add(step)
+        if self.monitor.num_steps in _LOOKS and not self._has_warned:
+            self._has_warned = warn_off_target(self.monitor, self.num_chains, self._aim())
         if self.monitor.num_steps % 10 == 1 and known is not None:
             products = self._products(*known, is_current=self.here is not None)
             self.monitor.add_products(products * by_chain(self.owner.scale, products))
@@ -411,21 +416,12 @@ class Chains:
 
     def _health_context(self) -> dict[str, Any]:
         """What decides which self-tests are valid."""
-        prior, acceptance, layers = self.owner.targets[0].prior, self.kernel().acceptance, self.network.layers
-        coarse = self.resolution.approximation if self.resolution is not None and self.resolution.is_coarse else None
-        return {
-            "is_exact": all(reason == coarse for reason in self.approximations()),  # of the kernel; rounding is `coarse`
-            "knows_potential": self.fixed_data or acceptance.uses_all_data,
-            "has_proper_prior": prior is not None,
-            "has_edge": prior is not None and prior.is_bounded,
-            "is_adapting": self.is_adapting,
-            "is_metropolis": acceptance.is_metropolis,
-            "complaints": self._complaints(),
-            "burn_in": None if self.adaptation is None else self.adaptation.complaint(),
-            "coarse": coarse,
-            # a gradient in reduced precision is too noisy for theta . grad U
-            "left_out": self.network.names if layers.reduced else self.network.scaled_away(),
-        }
+        return _health_context(self, self._complaints(), self._aim())
+
+    def _aim(self) -> float | None:
+        """The acceptance that the settings were tuned to; None where they were not, or the test accepts everything."""
+        target = self.tuned_to if self.adaptation is None else self.adaptation.target
+        return target if self.kernel().acceptance.needs_noise else None
 
     def _measure_resolution(self, potential: Any) -> None:
         """How precisely U is known; nothing of the evaluations stays."""
@@ -559,10 +555,28 @@ class Chains:
         if state["adaptation"] is not None:
             assert self.adaptation is not None
             self.adaptation.load_state_dict(there["adaptation"])
-        self.monitor = None
-        if state["health"] is not None:
-            self.monitor = self.new_monitor()
+        self.monitor = None if state["health"] is None else self.new_monitor()
+        if self.monitor is not None:
             self.monitor.load_state_dict(state["health"])
+
+
+def _health_context(of: Chains, complaints: list[str], target_acceptance: float | None) -> dict[str, Any]:
+    prior, acceptance, layers = of.owner.targets[0].prior, of.kernel().acceptance, of.network.layers
+    coarse = of.resolution.approximation if of.resolution is not None and of.resolution.is_coarse else None
+    return {
+        "is_exact": all(reason == coarse for reason in of.approximations()),  # of the kernel; rounding is `coarse`
+        "knows_potential": of.fixed_data or acceptance.uses_all_data,
+        "has_proper_prior": prior is not None,
+        "has_edge": prior is not None and prior.is_bounded,
+        "is_adapting": of.is_adapting,
+        "is_metropolis": acceptance.is_metropolis,
+        "complaints": complaints,
+        "burn_in": None if of.adaptation is None else of.adaptation.complaint(),
+        "target_acceptance": target_acceptance,
+        "coarse": coarse,
+        # a gradient in reduced precision is too noisy for theta . grad U
+        "left_out": of.network.names if layers.reduced else of.network.scaled_away(),
+    }
 
 
 _ON_DEVICE = ("memory", "adaptation", "sum_acceptance", "frozen_at", "count")  # of a saved state

@@ -43,6 +43,8 @@ class DensityDraws:
     """Whether each gradient used the whole density or all data."""
     one_start: bool = False
     """Whether all chains started at one point."""
+    target_acceptance: float | None = None
+    """What this call tuned the kernel to; None if it tuned nothing."""
     frozen: tuple[int, ...] = ()
     """Chains that met a NaN or infinite density or gradient."""
 
@@ -85,6 +87,7 @@ class DensityDraws:
             fixed_data=self.fixed_data,
             jump=self.jump,
             one_start=self.one_start,
+            target_acceptance=self.target_acceptance,
             frozen=self.frozen,
             is_constrained=bool(self.constraints),
         )

@@ -6,6 +6,7 @@ r"""The verdict on draws from a density. *No complaint* means that every check w
 - **Effective draws**, bulk and tail, of each coordinate and of U: at least 400 over all chains. With fewer, R-hat and the
   standard errors themselves are unreliable (Vehtari et al. 2021).
 - **Acceptance = 2 P(Y > 0) + P(Y = 0)** in equilibrium, within 4.5 standard errors and .01.
+- **Acceptance** is near what burn-in tuned it to (`samplers.aim`).
 - **No region where moves fail** (a funnel). The draws are sorted along each coordinate and cut into 20 bins. Acceptance
   a is put on the scale of the energy error, kappa with a = 2 Phi(-kappa), which grows with the step measured by the local
   width of the density. A bin whose acceptance is below .7 must not have 6 times the kappa of all draws, or 4 times if the
@@ -27,11 +28,12 @@ import torch
 from torch import Tensor
 
 from adammcmc.kernels.kernel import Info
+from adammcmc.samplers.aim import ENOUGH_STEPS, off_target
 from adammcmc.samplers.diagnostics import ess_bulk, ess_tail, mcse_mean, rhat, rhat_by_chance
 from adammcmc.samplers.draws_table import Coordinate, coordinates, series, summarize_draws
 from adammcmc.samplers.health import GRAVITY, Finding, Grade, grade_of
 
-__all__ = ["DensityVerdict", "Facts", "judge"]
+__all__ = ["DensityVerdict", "Facts", "acceptance_off_target", "judge"]
 
 _LEAST_DRAWS = 4
 _MIXED, _APART, _FAR_APART = 1.01, 1.1, 1.5
@@ -53,6 +55,7 @@ class Facts:
     fixed_data: bool
     jump: float = math.nan
     one_start: bool = False
+    target_acceptance: float | None = None
     frozen: tuple[int, ...] = ()
     is_constrained: bool = False
 
@@ -142,7 +145,7 @@ def judge(leaves: dict[str, Tensor], facts: Facts) -> DensityVerdict:
     else:
         found += [_still(rows, facts), *_agreement(judged, moving, facts), _few(moving), _not_at_rest(facts)]
         moved = {name: x[~is_still.to(x.device)] for name, x in leaves.items()}  # copies of one point show no region
-        found += [_region(moved, rates[~is_still], facts, energy)]
+        found += [_region(moved, rates[~is_still], facts, energy), _off_target(rates[~is_still], facts)]
     if not facts.knows_potential:
         found.append(Finding("untested", "untested: U was only estimated on batches, and its mixing was not checked"))
     ordered = sorted((f for f in found if f is not None), key=lambda finding: GRAVITY.get(finding.kind, len(GRAVITY)))
@@ -292,6 +295,20 @@ def _not_at_rest(facts: Facts) -> Finding | None:
     if facts.kernel.approximation(fixed_data=facts.fixed_data):
         return Finding("biased", f"{numbers}: the chains sample a density other than the target")
     return Finding("not at rest", f"{numbers}: the chains are not in equilibrium; allow more burn-in")
+
+
+def acceptance_off_target(rates: Tensor, target: float | None) -> str | None:
+    """What is wrong with the acceptance of moving chains, (chains, draws), in words; see `samplers.aim`."""
+    if target is None or rates.numel() < ENOUGH_STEPS or rates.shape[1] < _ENOUGH_STEPS:
+        return None
+    known = rates.double().cpu()
+    known = known[known.mean(1) >= 0.1 * known.mean(1).median()]
+    return off_target(float(known.mean()), float(mcse_mean(known)), target)
+
+
+def _off_target(rates: Tensor, facts: Facts) -> Finding | None:
+    says = acceptance_off_target(rates, facts.target_acceptance) if facts.has_test else None
+    return None if says is None else Finding("adapted acceptance", says)
 
 
 def _energy(facts: Facts) -> float:

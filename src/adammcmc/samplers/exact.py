@@ -25,11 +25,15 @@ from adammcmc.kernels.scaling import Block, Kronecker, Scaling
 from adammcmc.samplers.adaptation import BurnIn, Change, mean_of, momentum_spread
 from adammcmc.samplers.packing import Packing
 from adammcmc.samplers.sampler import Common, Params, Sampler
+from adammcmc.samplers.tuned import Turned
 from adammcmc.target.leaves import Leaves, widen
 from adammcmc.target.potential import Evaluation
 from adammcmc.target.priors import Prior
 
 __all__ = ["MALA", "ExactAdamMCMC", "Microcanonical", "Underdamped"]
+
+Metric = Sequence[Tensor] | Sequence[Turned]
+"""A for each trainable parameter: a diagonal, or a diagonal with the bases of rows and columns that it is in."""
 
 
 class _Preconditioned(Sampler):
@@ -46,7 +50,7 @@ class _Preconditioned(Sampler):
         step_size: float | None,
         defaults: dict[str, Any],
         *,
-        preconditioner: Literal["diagonal", "kron"] | Sequence[Tensor] | None,
+        preconditioner: Literal["diagonal", "kron"] | Metric | None,
         **options: Any,
     ) -> None:
         if isinstance(preconditioner, str):
@@ -59,15 +63,26 @@ class _Preconditioned(Sampler):
         self._learns_preconditioner = preconditioner is None
         super().__init__(params, {"lr": self._first_step_size if step_size is None else step_size, **defaults}, **options)
         if preconditioner is not None:
-            trainable = self.parameters.trainable
-            given = list(preconditioner)
-            if not all(isinstance(a, Tensor) for a in given) or [a.shape for a in given] != [p.shape for p in trainable]:
-                raise ValueError("`preconditioner` must have one tensor of the same shape for each trainable parameter.")
-            if not all(bool(((a > 0) & a.isfinite()).all()) for a in given):
-                raise ValueError("`preconditioner` must be positive and finite everywhere.")
-            for p, a in zip(trainable, preconditioner, strict=True):
-                self.state[p]["preconditioner"] = a.detach().to(p.device, p.dtype, copy=True)
-            self._diagonal = None
+            self._take(list(preconditioner))
+
+    def _take(self, metric: list[Tensor | Turned]) -> None:
+        """Use this A, which is not learnt."""
+        trainable, is_turned = self.parameters.trainable, any(isinstance(a, tuple) for a in metric)
+        parts: list[Any] = [a if isinstance(a, tuple) else (a, None, None) for a in metric]
+        if not all(isinstance(a, Tensor) for a, *_ in parts) or [a.shape for a, *_ in parts] != [p.shape for p in trainable]:
+            raise ValueError("`preconditioner` must have one tensor of the same shape for each trainable parameter.")
+        if not all(bool(((a > 0) & a.isfinite()).all()) for a, *_ in parts):
+            raise ValueError("`preconditioner` must be positive and finite everywhere.")
+        if is_turned and not self._has_velocity:
+            raise ValueError("a turned `preconditioner` needs a velocity: `Underdamped` or `Microcanonical`.")
+        for p, (a, left, right) in zip(trainable, parts, strict=True):
+            columns = p[0].numel() if p.dim() > 1 else 0
+            for basis, most in ((left, len(p) if p.dim() > 1 else 0), (right, columns)):
+                if basis is not None and not (basis.dim() == 2 and len(basis) == basis.shape[1] <= most):
+                    raise ValueError(f"`preconditioner` has a basis {tuple(basis.shape)} for a parameter {tuple(p.shape)}.")
+            own = {"preconditioner": a, "left": left, "right": right}
+            self.state[p] |= {k: x.detach().to(p.device, p.dtype, copy=True) for k, x in own.items() if x is not None}
+        self._diagonal = None
 
     def _checked_scaling(self, name: str) -> Literal["diagonal", "kron"]:
         if name == "diagonal" or (name == "kron" and self._has_velocity):
@@ -166,7 +181,8 @@ class Underdamped(_Preconditioned):
             does so where the test allows it.
         preconditioner: A. None or "diagonal" learns a diagonal in burn-in; "kron" also turns each weight matrix into the basis
             in which its gradients vary independently, which costs four small matrix products per layer and step; or one
-            positive tensor for each trainable parameter.
+            positive tensor for each trainable parameter, such as an earlier burn-in learnt (`WarmUp.settings`, where that of
+            "kron" has three tensors for each).
         **common: see `Sampler`. Without a `step_size`, `burn_in` is `BurnIn()` by default; with one, there is none.
     """
 
@@ -186,7 +202,7 @@ class Underdamped(_Preconditioned):
         prior: Prior,
         num_leapfrog: int = 1,
         persistent_uniform: bool | None = None,
-        preconditioner: Literal["diagonal", "kron"] | Sequence[Tensor] | None = None,
+        preconditioner: Literal["diagonal", "kron"] | Metric | None = None,
         **common: Unpack[Common],
     ) -> None:
         self.friction, self.num_leapfrog, self.persistent_uniform = friction, num_leapfrog, persistent_uniform
@@ -291,7 +307,7 @@ class MALA(_Preconditioned):
         prior: Prior,
         sigma: float | None = None,
         sigma_along: float = 0.0,
-        preconditioner: Literal["diagonal", "kron"] | Sequence[Tensor] | None = None,
+        preconditioner: Literal["diagonal", "kron"] | Metric | None = None,
         **common: Unpack[Common],
     ) -> None:
         noise = {"sigma": sigma, "sigma_along": sigma_along}

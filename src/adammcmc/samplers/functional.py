@@ -20,10 +20,11 @@ from adammcmc.kernels.microcanonical import microcanonical
 from adammcmc.samplers.adaptation import Adaptation, BurnIn, changed, check_common, check_tunable
 from adammcmc.samplers.descent import descend
 from adammcmc.samplers.draws import DensityDraws
+from adammcmc.samplers.draws_verdict import acceptance_off_target
 from adammcmc.samplers.metric import Kind, largest_dense
 from adammcmc.samplers.persistence import Persistence
 from adammcmc.samplers.processes import check_one_process
-from adammcmc.samplers.progress import track
+from adammcmc.samplers.progress import show_bar, track
 from adammcmc.samplers.warmup import WarmUp
 from adammcmc.target.constraints import Unconstrained
 from adammcmc.target.data_density import DataDensity
@@ -102,11 +103,10 @@ def sample_density(
             for kept, leaf in zip(draws, run.leaves, strict=True):
                 kept[:, draw - 1] = leaf
             infos.append(info)
-    result = replace(run.result(tuple(draws), infos, jumps.mean, start), warm_up=warmed)
-    run.check_not_frozen(result)
-    if run.adaptation is not None:
-        run.adaptation.warn_of_frozen()
-    return result
+    result = run.result(tuple(draws), infos, jumps.mean, start)
+    return run.checked(
+        result if warmed is None else replace(result, warm_up=warmed, target_acceptance=warmed.target_acceptance)
+    )
 
 
 def default_kernel(leaves: Leaves) -> Kernel:
@@ -192,10 +192,10 @@ def warm_up(
     began = time.monotonic()
     run = _Run(log_density, initial, kernel, seed, tune, constraints)
     assert run.adaptation is not None
-    for _ in track(range(tune.num_steps or tune.max_steps), "adapting", show=progress):
-        run.step()
-        if run.adaptation.is_done:
-            break
+    with show_bar("burn-in", show=progress) as bar:
+        while not run.adaptation.is_done:
+            run.step()
+            bar.update(run.adaptation.num_steps, run.adaptation.most_steps, run.adaptation.status)
     run.check_not_frozen((run.kernel, run.params))
     run.adaptation.warn()
     record = run.adaptation.record(run.kernel)
@@ -256,6 +256,8 @@ class _Run:
         self._check_gradient()
         self.adaptation = None if tune is None else self._adaptation(tune)
         self.num_descent = 0
+        if self.adaptation is not None:
+            self.adaptation.budget.begin()
         if self.adaptation is not None and self.adaptation.approach is not None:
             moved, self.num_descent = descend(self.potential, self.leaves)
             self.state = self.kernel.init(unflatten(moved, self.structure), self.potential)
@@ -281,6 +283,7 @@ class _Run:
             jump=jump,
             fixed_data=self.potential.fixed,
             one_start=all(bool((x == x[:1]).all()) for x in flatten(start)[0]),
+            target_acceptance=None if self.adaptation is None else self.adaptation.target,
             frozen=tuple((self.state.frozen_at >= 0).nonzero().flatten().tolist()),
         )
 
@@ -382,6 +385,15 @@ class _Run:
         if approach is None:
             return self.kernel
         return approaching(self.kernel, approach.steps(self.state.frozen_at, len(self.leaves[0])), self.kernel.preconditioner)
+
+    def checked(self, result: DensityDraws) -> DensityDraws:
+        """The result, with a warning of chains that do not move and of an acceptance that has left its target."""
+        self.check_not_frozen(result)
+        if self.adaptation is not None:
+            self.adaptation.warn_of_frozen()
+        if (says := acceptance_off_target(result.info.acceptance_rate, result.target_acceptance)) is not None:
+            warn(f"{says}.")
+        return result
 
     def check_not_frozen(self, result: Any) -> None:
         """Raise `NonFiniteLoss`, with what was drawn so far, if a chain has stopped."""

@@ -8,6 +8,7 @@ Each self-test applies only under its own conditions.
   whose length a BatchNorm cancels are left out.
 - *Noise of the log ratio*: a plain minibatch test with noise s samples at about beta_eff(s) times the inverse
   temperature, beta_eff = 2 w / (1/2 + w), w = exp(s^2 / 2) Phi(-s).
+- *Acceptance* is near what burn-in tuned it to (`samplers.aim`). Applies to settings that were tuned.
 - *Loss influence*: the standard deviation of lambda * (change of the loss) is not far below 1.
 - *Divergence*: a temperature above 10 or below -10 (100 for an exact chain) that does not recover, or, for an
   approximate kernel, U above its start by more than 5 P + 50; a chain that leaves an optimum climbs by P / 2. Below
@@ -31,10 +32,22 @@ import torch
 from torch import Tensor
 
 from adammcmc.acceptance import beta_eff
+from adammcmc.errors import warn
+from adammcmc.samplers.aim import ENOUGH_STEPS, off_target
 from adammcmc.samplers.diagnostics import ess_bulk
 from adammcmc.samplers.running_sums import BLOCK, PENDING, SERIES, RunningSums
 
-__all__ = ["GRAVITY", "PENDING", "Finding", "Grade", "Health", "beta_eff", "grade_of", "read_health"]
+__all__ = [
+    "GRAVITY",
+    "PENDING",
+    "Finding",
+    "Grade",
+    "Health",
+    "beta_eff",
+    "grade_of",
+    "read_health",
+    "warn_off_target",
+]
 
 Grade = Literal["sound", "undecided", "sick"]
 _SICK = (
@@ -42,7 +55,7 @@ _SICK = (
     *("biased", "not at rest", "temperature", "funnel"),
 )
 _UNDECIDED = (
-    *("adapting", "burn-in", "not mixed", "unknown noise", "few draws", "cannot tell"),
+    *("adapting", "burn-in", "adapted acceptance", "not mixed", "unknown noise", "few draws", "cannot tell"),
     *("one chain", "one start", "approximate", "untested"),
 )
 GRAVITY = {kind: place for place, kind in enumerate((*_SICK, *_UNDECIDED))}
@@ -51,6 +64,7 @@ GRAVITY = {kind: place for place, kind in enumerate((*_SICK, *_UNDECIDED))}
 _ENOUGH_STEPS = 200
 _ENOUGH_DRAWS = 30  # effective ones, of U
 _FAR_TOO_HOT = 10.0  # configurational temperature; ten times that for an exact chain, which may still be descending
+_NAMED = 10  # chains in a warning
 _ABSURD = 1e6  # below zero, no merely bad start reaches this
 
 
@@ -58,9 +72,9 @@ class Finding(NamedTuple):
     """The result of one self-test."""
 
     kind: str
-    """A short name: "diverged", "no posterior", "adapting", "burn-in", "stuck", "no influence", "too hot",
-    "unknown noise", "not at rest", "biased", "temperature", "untested", "cannot tell". Draws from a density also have
-    "not finite", "chains disagree", "not mixed", "few draws", "one chain", "one start", "approximate", "funnel"."""
+    """A short name: "diverged", "no posterior", "adapting", "burn-in", "adapted acceptance", "stuck", "no influence",
+    "too hot", "unknown noise", "not at rest", "biased", "temperature", "untested", "cannot tell". Draws from a density also
+    have "not finite", "chains disagree", "not mixed", "few draws", "one chain", "one start", "approximate", "funnel"."""
     says: str
 
 
@@ -135,6 +149,7 @@ class Context:
     is_metropolis: bool = True  # whether the test is log uniform < Y; other tests allow for the noise of Y
     complaints: Sequence[str] = ()  # from the acceptance test itself
     burn_in: str | None = None  # what burn-in did not reach
+    target_acceptance: float | None = None  # what it tuned to; None without it, and for a test that accepts everything
     coarse: str | None = None  # the resolution of U in nats, where it is poor
 
 
@@ -346,6 +361,8 @@ def _judge(run: _Run) -> tuple[Finding, ...]:
     is_settled = context.knows_potential and run.draws >= _ENOUGH_DRAWS and not run.is_moving and run.divergence is None
     if context.burn_in is not None and not context.is_adapting and not is_settled:
         found.append(Finding("burn-in", context.burn_in))
+    if decisive is None and not context.is_adapting:
+        found.append(_off_target(run))
     return tuple(finding for finding in found if finding is not None)
 
 
@@ -389,6 +406,36 @@ def _stuck(run: _Run) -> Finding | None:
         has_edge = run.context.has_edge
         why = "nearly all proposals fell outside the prior" if has_edge else "U is not finite for nearly all proposals"
     return Finding("stuck", f"stuck: {run.mean['accepted']:.1%} of the proposals were accepted; {why}")
+
+
+def _off_target(run: _Run) -> Finding | None:
+    says = _far_off(run.column["rate"], run.sums.num_steps, run.context.target_acceptance)
+    return None if says is None else Finding("adapted acceptance", says)
+
+
+def _far_off(rates: Tensor, num_steps: int, target: float | None) -> str | None:
+    """`off_target` of a chain's acceptance, which must be as far off in both halves of its steps."""
+    if num_steps < ENOUGH_STEPS:
+        return None
+    whole, halves = _mean(rates), _halves(rates)
+    if any(off_target(half.value, 0.0, target) is None for half in halves):
+        return None
+    return off_target(whole.value, whole.error if whole.is_settled else 2 * whole.error, target)
+
+
+def warn_off_target(sums: RunningSums, num_chains: int, target: float | None) -> bool:
+    """Warn of chains whose acceptance is far from what was tuned to; whether there are any. Waits for the device."""
+    if target is None:
+        return False
+    sums.settle()
+    column = SERIES.index("rate")
+    found = {c: _far_off(sums.steps.means(c)[:, column], sums.num_steps, target) for c in range(num_chains)}
+    off = {chain: says for chain, says in found.items() if says is not None}
+    if off:
+        more = f" and {len(off) - _NAMED} more" if len(off) > _NAMED else ""
+        which = f"chain{'s' * (len(off) > 1)} {', '.join(map(str, list(off)[:_NAMED]))}{more}: " if num_chains > 1 else ""
+        warn(f"{which}{next(iter(off.values()))}.")
+    return bool(off)
 
 
 def _no_influence(run: _Run) -> Finding | None:

@@ -1,4 +1,4 @@
-"""A progress bar: steps per second, time left and a line of numbers; silent without a terminal."""
+"""A progress bar: steps per second, time left and, below it, a line of numbers; silent without a terminal."""
 
 from __future__ import annotations
 
@@ -57,15 +57,26 @@ def _display() -> Any:
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.text import Text
     except ImportError:
         return None
-    display = Progress(
+
+    class WithStatus(Progress):
+        """The status has a line of its own, since both together do not fit into 80 columns."""
+
+        def get_renderables(self) -> Iterator[Any]:
+            yield from super().get_renderables()
+            yield from (Text(f"  {text}", "dim", no_wrap=True, overflow="ellipsis") for text in self.statuses())
+
+        def statuses(self) -> list[str]:
+            return [text for task in self.tasks if (text := task.fields["status"])]
+
+    display = WithStatus(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=10),  # everything must fit into 80 columns
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[status]}", markup=False),
         console=Console(stderr=True),
     )
     display.start()
@@ -80,7 +91,7 @@ def track(
     show: bool = True,
     status: Callable[[], str] | None = None,
 ) -> Iterator[_T]:
-    """Yield from `steps` under a bar (see `show_bar`); `status` is the text after it, such as loss and acceptance."""
+    """Yield from `steps` under a bar (see `show_bar`); `status` is the text below it, such as loss and acceptance."""
     if total is None and isinstance(steps, Sized):
         total = len(steps)
     with show_bar(description, show=show) as bar:

@@ -31,6 +31,7 @@ from adammcmc.samplers.chains import Network, NetworkPotential, Owner
 from adammcmc.samplers.packing import Packing
 from adammcmc.samplers.replay import ReplayedChains
 from adammcmc.samplers.sampler import Sampler
+from adammcmc.samplers.tuned import tuned_by_burn_in, tuned_of_stack
 from adammcmc.samplers.view import ChainView
 from adammcmc.samplers.vmapped import StackedPrior, VmappedModel
 from adammcmc.target.batches import Batch
@@ -202,6 +203,8 @@ def _joined(values: Sequence[float], device: torch.device) -> Setting:
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and bool(torch.equal(a, b))
+    if isinstance(a, Scaling) and isinstance(b, Scaling):
+        return _equal(*(_pytree.tree_leaves(stored(x)) for x in (a, b)))
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
     return a is b or bool(a == b)
@@ -378,7 +381,7 @@ class StackedChains(ReplayedChains):
         owner.chains = self
         if self.adaptation is not None:
             self._check_adaptable()
-        self.memory = memory
+        self.memory, self.tuned_to = memory, prototype.chains.tuned_to
         owner.use(owner.kernel())
 
     def _check_adaptable(self) -> None:
@@ -561,6 +564,16 @@ class StackedChainView(ChainView):
             own = value[self.number] if isinstance(value, Tensor) and value.dim() == 1 else value
             group["lr" if name == "step_size" else name] = float(own)
         return [group]
+
+    @property
+    def _name(self) -> str:
+        return self.chains.sampler_name
+
+    def _tuned(self) -> dict[str, Any]:
+        kernel, model = self.chains.kernel(), self.chains.stack.model.module
+        state = {"adaptation": True, "settings": _settings_state(kernel), "preconditioner": stored(_metric(kernel))}
+        found = tuned_of_stack(state, self.number, model)
+        return tuned_by_burn_in(found, finds_step="lr" not in found)
 
 
 # --- settings -------------------------------------------------------------------------------------------------------------

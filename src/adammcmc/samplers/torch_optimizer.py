@@ -25,6 +25,7 @@ from adammcmc.samplers.metric import Kind
 from adammcmc.samplers.one_chain import LiveNetwork
 from adammcmc.samplers.packing import HeldRows, Layout, Packing
 from adammcmc.samplers.processes import check_one_process, check_parameters
+from adammcmc.samplers.tuned import tuned_by_burn_in, tuned_of_chain
 from adammcmc.samplers.view import ChainView
 from adammcmc.target.data import Examples
 from adammcmc.target.potential import Target
@@ -225,6 +226,10 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
                 "a scheduler would overwrite the step size that burn-in finds. Give the sampler a `step_size`, or leave out "
                 "the scheduler; in your own loop, create it once `sampler.is_adapting` is False."
             )
+
+    def _tuned(self) -> dict[str, Any]:
+        state = {**super().state_dict(), _KEY: {"adaptation": True, "extra": self.extra_state()}}
+        return tuned_by_burn_in(tuned_of_chain(state), finds_step=self._tunes_lr)
 
     def extra_state(self) -> dict[str, Any]:
         """What a checkpoint stores of the sampler besides torch's state and the chain's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -37,8 +38,18 @@ class ChainView:
     @property
     def warm_up(self) -> WarmUp | None:
         """The record of burn-in so far; None without one. Waits for the device."""
-        adaptation = self.chains.adaptation
-        return None if adaptation is None else adaptation.record(self.chains.kernel())
+        if (adaptation := self.chains.adaptation) is None:
+            return None
+        return replace(adaptation.record(self.chains.kernel()), kernel=None, sampler=self._name, settings=self._tuned())
+
+    @property
+    def _name(self) -> str:
+        """Of the sampler's class."""
+        return type(self).__name__
+
+    def _tuned(self) -> dict[str, Any]:
+        """What burn-in tunes, as arguments of the sampler."""
+        raise NotImplementedError
 
     @property
     def info(self) -> Info:

@@ -186,6 +186,7 @@ FIGURES = {
     "potential": Figure("U, minus the log density of the target, at the draws", _trace),
     "loss": Figure("Mean loss of the batch at the draws", _trace),
     "acceptance": Figure("Acceptance rate between draws", _acceptance, height=2.4),
+    "burn-in": Figure("U in burn-in, the mean of each window", _trace, height=2.4),
     "reliability": Figure("Do predicted probabilities match observed frequencies?", _reliability, 4.6, 4.2),
     "risk": Figure("Error rate if the most uncertain examples are dropped", _risk, height=2.8),
     "coverage": Figure("Does interval coverage match the level?", _coverage, 4.6, 4.2),

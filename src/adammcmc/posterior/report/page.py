@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adammcmc.posterior.calibration import ClassScores, ValueScores, plural, score, uncertainties
-from adammcmc.posterior.columns import AGREEMENT, KEY_NUMBERS, SELF_TESTS
+from adammcmc.posterior.columns import AGREEMENT, BURN_IN, KEY_NUMBERS, SELF_TESTS
 from adammcmc.posterior.diagnosis import Diagnosis, by_chain
 from adammcmc.posterior.report.figures import FIGURES, THEME, Array, Drawing, figure
 from adammcmc.posterior.store.atomic import write_whole
@@ -86,7 +86,7 @@ def write_report(
     if names is not None and (prediction is None or len(names) != len(prediction)):
         raise ValueError("`names` must hold one name for each example of `data`.")
     summary = posterior.summary(data, progress=progress)
-    sections = [_key_numbers(summary), _traces(posterior), _self_tests(posterior), _agreement(summary)]
+    sections = [_key_numbers(summary), _traces(posterior), *_burn_in(posterior), _self_tests(posterior), _agreement(summary)]
     if prediction is not None:
         sections += _predictions(prediction, names)
     sections.append(_settings(posterior))
@@ -174,6 +174,26 @@ def _gaps(steps: Array) -> Array:
     """Steps between each draw and the previous one."""
     gaps = numpy.diff(steps)
     return numpy.concatenate([gaps[:1] if len(gaps) else [1.0], gaps])
+
+
+def _burn_in(posterior: Posterior) -> list[Section]:
+    """What was tuned, if anything was."""
+    records = Diagnosis(posterior).burn_in()
+    if not records:
+        return []
+    names = {chain: f"chain {chain}" for chain in records}
+    if posterior.store.is_stacked:  # the chains share their burn-in
+        first = min(records)
+        records, names = {first: records[first]}, {first: "all chains"}
+    rows = [[names[chain], *(_typeset(cell(w)) for cell in BURN_IN.values())] for chain, w in records.items()]
+    points = {chain: numpy.array(w.trend, dtype=float).reshape(-1, 2) for chain, w in records.items()}
+    text = (
+        "Settings are tuned until U has one level, then frozen; these steps are not draws. The first steps of kernels with "
+        "a velocity have no test."
+    )
+    steps, levels = ({chain: p[:, i] for chain, p in points.items()} for i in (0, 1))
+    drawings = [figure("burn-in", "U", steps, levels)] if any(len(p) for p in points.values()) else []
+    return [Section("burn-in", "Burn-in", [text], drawings=drawings, tables=[Table("Burn-in", ["", *BURN_IN], rows)])]
 
 
 def _self_tests(posterior: Posterior) -> Section:
