@@ -49,7 +49,8 @@ _WATCHED = 32  # coordinates
 _LAST_WINDOW = 600  # steps of the last window, over all chains
 _AGREEING = 1.02  # R-hat
 _NOT_SAVED = ("settings", "approach", "budget", "_persistence", "_precision", "_shapes", "_sums", "_metric_in_use")
-_SLOW, _QUICK = 0.3, 0.6  # acceptance of a chain, relative to the target, below and above which its own factor changes
+# by what the steps of a single chain change, if its acceptance relative to the target is above the first number
+_OWN_FACTORS = (-1.0, 0.125), (0.05, 0.5), (0.3, 1.0), (0.6, 2.0), (1.1, 4.0)
 
 
 @dataclass(frozen=True)
@@ -283,8 +284,10 @@ class Adaptation:
         if rates is None or not self._takes_own or len(rates) < 3:
             return None
         before = torch.ones_like(rates) if self._own is None else self._own
-        slow, quick = rates < _SLOW * self.target, rates > _QUICK * self.target
-        after = torch.where(slow, before / 2, torch.where(quick, (2 * before).clamp_max(1.0), before))
+        factor = torch.ones_like(rates)
+        for rate, change in _OWN_FACTORS:
+            factor = torch.where(rates / self.target > rate, change, factor)
+        after = (before * factor).clamp_max(1.0)
         self._own = after
         return None if torch.equal(after, before) else after / before
 
