@@ -2,7 +2,7 @@
 # make test   lint, types, documentation, tests: everything that must hold
 # Each creates the virtual environment .venv and installs what it needs; a second call is fast.
 .DEFAULT_GOAL := help
-.PHONY: help demo browser test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bench-jets bench-stacked bench-store bench-gpu bench-rivals bench-growth bench-acceptance bench-nuts bias clean
+.PHONY: help demo browser test test-slow mutants lint types docs serve-docs bench bench-kernels bench-networks bench-jets bench-stacked bench-store bench-gpu bench-rivals bench-growth bench-acceptance bench-nuts bench-verdicts bias clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -85,6 +85,10 @@ bench-nuts: .venv/installed  ## our defaults, NUTS and MAMS on certified targets
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[rivals]'
 	$(ONE_THREAD) $(BIN)/python -m benchmarks.posteriors nuts
 	$(BIN)/python -m docs.certified
+
+bench-verdicts: .venv/installed  ## how often the verdict is right, on healthy and on sick runs (about ten minutes on one core)
+	$(ONE_THREAD) $(BIN)/python -m benchmarks.verdicts
+	$(BIN)/python -m benchmarks.verdicts table
 
 bias: .venv/installed  ## what Algorithm 1 really samples: the table of the docs
 	$(BIN)/python -m benchmarks.bias

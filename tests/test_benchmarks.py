@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import acceptance, airfoil, growth, rivals, step_cost
+from benchmarks import acceptance, airfoil, growth, rivals, step_cost, verdicts
 from benchmarks.timing import medians
 
 CPU = torch.device("cpu")
@@ -188,3 +188,49 @@ def test_a_test_meets_the_promise_of_the_docs() -> None:
     good = [r for r in large if abs(r["sd_ratio"] - 1) + 2 * r["sd_ratio_error"] < 0.05 and r["gain"] > 2]
     assert {"`Tuna(bound, chi=0.1)`", "`Penalty(50)`"} <= {row["test"] for row in good}
     assert all(row["control_variate"] > 0 for row in good)
+
+
+# --- verdicts -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_is_never_calm_about_a_sick_run_and_seldom_alarmed_by_a_healthy_one() -> None:
+    """All runs of `benchmarks/verdicts.py`, as stored: if one is missing, or the library has changed, run them again."""
+    runs = json.loads(verdicts.RESULTS.read_text())["runs"]
+    assert list(runs) == [f"{case.group}: {case.name}" for case in verdicts.CASES]
+    visible = [row for row in runs.values() if not row["invisible"]]
+    healthy, sick = ([row for row in visible if (row["fault"] is None) == is_healthy] for is_healthy in (True, False))
+    assert len(healthy) >= 18
+    assert len(sick) >= 25
+    assert len({row["group"] for row in sick}) >= 10
+    assert [row for row in sick if row["outcome"] == verdicts.CALM] == []
+    assert 20 * sum(row["outcome"] == verdicts.ALARM for row in healthy) <= len(healthy)
+    assert all(row["outcome"] == verdicts.outcome(row["fault"], row["grade"]) for row in visible)
+    known = [row["z"] for row in healthy if row["z"] is not None]
+    assert len(known) >= 18
+    assert max(known) < verdicts.Z_LIMIT  # healthy runs are healthy
+
+
+def test_the_page_on_health_has_the_table_of_the_runs() -> None:
+    """If this fails: python -m benchmarks.verdicts table"""
+    page = verdicts.PAGE.read_text()
+    assert verdicts.page_with(page, json.loads(verdicts.RESULTS.read_text())) == page
+    assert "| **all healthy** |" in page
+
+
+FAST = [
+    "healthy density: Gaussian, 64 chains",
+    "unfinished burn-in: far start, short steps",
+    "wrong num_data: num_data of sample",
+    "too few draws: 60 steps",
+]
+
+
+def test_runs_are_stored_one_by_one_and_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The fast ones have the outcome that is stored."""
+    output = tmp_path / "verdicts.json"
+    for name in FAST * 2:
+        verdicts.main(["--only", name, "--output", str(output)])
+    assert len(capsys.readouterr().out.splitlines()) == len(FAST)
+    found, stored = (json.loads(path.read_text())["runs"] for path in (output, verdicts.RESULTS))
+    assert set(found) == set(FAST)
+    assert {name: row["grade"] for name, row in found.items()} == {name: stored[name]["grade"] for name in FAST}

@@ -257,3 +257,21 @@ def test_structures_stay(tmp_path: Path) -> None:
     assert batch["a"].shape == (4, 2)
     assert batch["b"][0].shape == (4,)
     assert next(as_data(X, 4)).shape == (4, 2)
+
+
+@pytest.mark.parametrize(("num_data", "passes"), [(10, True), (11, True), (13, False), (100, False), (8, False)])
+def test_the_examples_of_a_pass_are_counted(num_data: int, passes: bool) -> None:
+    """A batch as large as the last one may have been dropped."""
+
+    class Batches:
+        def __iter__(self) -> Any:
+            return iter([(torch.zeros(n, 2), torch.zeros(n)) for n in (4, 4, 2)])
+
+    served = as_data(Batches(), num_data=num_data)
+    for _ in range(3):
+        next(served)
+    if passes:
+        next(served)
+        return
+    with pytest.raises(ValueError, match=r"a pass over Batches had 10 examples, but `num_data` is"):
+        next(served)

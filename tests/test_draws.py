@@ -120,6 +120,67 @@ def test_one_chain_one_start_and_few_draws_are_never_calm() -> None:
     assert "cannot tell" in kinds(run(num_steps=3))
 
 
+def two_modes(x: Tensor) -> Tensor:
+    return torch.logsumexp(torch.stack([-(x - c).square().sum(1) / 2 for c in (-6.0, 6.0)]), 0)
+
+
+def test_chains_that_start_close_together_prove_little() -> None:
+    """All are in one of two modes, agree, and mix well there."""
+    nearby = run(two_modes, -6 + 0.01 * spread_start())
+    assert kinds(nearby) == ["one start"]
+    assert "started close together: the spread of their starting points is 0.00" in str(nearby.verdict)
+    assert kinds(run(two_modes, -6 + 0.01 * spread_start(), tune=BurnIn(num_steps=300), burn_in=300)) == ["one start"]
+    start = spread_start()
+    assert kinds(run(start=start)) == []
+    start[:, 1] = 0.5  # in one coordinate
+    assert "in x[1], the spread of their starting points is 0 of" in str(run(start=start).verdict)
+    apart = {"a": spread_start(), "b": spread_start(4, 1)}
+    result = run(lambda p: gaussian(p["a"]) + gaussian(p["b"]), apart)
+    assert kinds(result) == []
+
+
+class Schedule:
+    """A density whose width shrinks with every call; two calls in a row agree to a hundredth of a nat."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (0.1 + self.calls / 40_000) * gaussian(x)
+
+
+def test_a_density_that_changes_during_the_run_is_not_fixed() -> None:
+    result = run(Schedule())
+    assert "not fixed" in kinds(result)
+    assert "not fixed: log_density has changed during the run, by up to 0." in str(result.verdict)
+    assert result.verdict.grade == "sick"
+    assert run().second_look.change == 0
+    huge = run(start=spread_start() * 1e6, kernel=kernels.mala(0.01), num_steps=60)
+    assert huge.second_look.change == 0
+
+
+def test_a_density_that_is_nan_in_places_is_undefined() -> None:
+    """Where -inf is returned there is no density, and nothing to complain about."""
+    start = spread_start().abs()
+    result = run(lambda x: gaussian(x) + 0 * (x[:, 0] + 1).log(), start, kernels.mala(0.3), num_steps=4000)
+    assert kinds(result) == ["undefined"]
+    assert "log_density is NaN at 0.1" in str(result.verdict)
+    inside = run(lambda x: torch.where(x[:, 0] > -1, gaussian(x), -math.inf), start, kernels.mala(0.3), num_steps=4000)
+    assert kinds(inside) == []
+    assert inside.verdict.rejected_not_finite > 0.05
+
+
+def test_a_density_in_low_precision_is_untested() -> None:
+    """float32 numbers near 1e8 are 8 apart; the draws are a quarter too wide."""
+    start = spread_start().float()
+    result = run(lambda x: gaussian(x) - 1e8, start)
+    assert "untested" in kinds(result)
+    assert "U is known to about 8 nats only (spacing of float32 log densities)" in str(result.verdict)
+    assert "log_density is computed in bfloat16 in part" in str(run(lambda x: gaussian(x.bfloat16()).float(), start).verdict)
+    assert kinds(run(lambda x: gaussian(x) - 1e5, start)) == []
+
+
 def test_approximate_kernels_say_so() -> None:
     unadjusted = run(kernel=kernels.mala(0.1, acceptance=AlwaysAccept()))
     assert "approximate: no Metropolis correction: the draws are from another density" in str(unadjusted.verdict)
@@ -136,12 +197,9 @@ def test_chains_out_of_equilibrium_are_not_at_rest() -> None:
 
 
 def test_modes_that_do_not_mix_and_the_odd_chain_are_named() -> None:
-    def log_density(x: Tensor) -> Tensor:
-        return torch.logsumexp(torch.stack([-(x - c).square().sum(1) / 2 for c in (-6.0, 6.0)]), 0)
-
     start = spread_start() - 6
     start[2] += 12
-    result = run(log_density, start)
+    result = run(two_modes, start)
     assert kinds(result)[0] == "chains disagree"
     assert "chain 2 differs from all others" in str(result)
     assert result.verdict.grade == "sick"

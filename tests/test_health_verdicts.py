@@ -166,6 +166,100 @@ def test_divergence_reaches_posterior_summary_and_report(tmp_path: Any) -> None:
     assert "Do not trust these draws" in write_report(posterior, tmp_path / "page.html", progress=False).read_text("utf-8")
 
 
+class Slow:
+    """A loss whose scale grows a little with every call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return (1 + self.calls / 2000) * (outputs - targets).square().sum(1)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_loss_that_changes_during_the_run_is_not_fixed(stacked: bool) -> None:
+    """Two calls in a row agree to a hundredth of a nat."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    options: dict[str, Any] = {
+        "num_draws": 20,
+        "gap": 10,
+        "burn_in": 50,
+        "progress": False,
+        "stacked": stacked,
+        "num_chains": 2,
+    }
+    sampler = partial(MALA, step_size=1e-3, prior=Gaussian())
+    changing = sample(model, (INPUTS, 0.1 * VALUES), Slow(), sampler=sampler, **options).summary()
+    assert changing.findings[0].kind == "not fixed"
+    assert "the loss has changed during the run, by up to" in changing.verdict
+    assert changing.grade == "sick"
+    fixed = sample(model, (INPUTS, VALUES), squares, sampler=sampler, **options)
+    assert all("not fixed" not in kinds(health) for health in fixed.health())
+
+
+def test_chains_that_start_close_together_prove_little() -> None:
+    """At almost the same weights, not at the same."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    near = [{name: x + 1e-3 * torch.randn_like(x) for name, x in model.state_dict().items()} for _ in range(4)]
+    apart = [{name: torch.randn_like(x) for name, x in model.state_dict().items()} for _ in range(4)]
+    options: dict[str, Any] = {"num_draws": 200, "gap": 10, "burn_in": 600, "progress": False, "stacked": True, "num_chains": 4}
+    found = {}
+    for name, initial in (("near", near), ("apart", apart)):
+        posterior = sample(model, (INPUTS, VALUES), squares, prior=Gaussian(), initial=initial, **options)
+        found[name] = posterior.summary(INPUTS)
+    assert found["apart"].grade == "sound", found["apart"].verdict
+    assert [finding.kind for finding in found["near"].findings] == ["one start"]
+    assert "started close together (the spread of their weights was 0.0" in found["near"].verdict
+
+
+def test_an_approximate_kernel_is_never_called_healthy() -> None:
+    """A small bias passes every self-test of a short run."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    options: dict[str, Any] = {"num_data": 80, "prior": Gaussian(), "fixed_data": True, "generator": seeded()}
+    sampler = AdamMCMC(model.parameters(), lr=1e-3, sigma=0.06, sigma_along=0.0, **options)
+    health = run(sampler, lambda: squares(model(INPUTS), VALUES), 2500)
+    assert kinds(health) == ["approximate"], health.verdict
+    assert health.grade == "undecided"
+
+
+def test_a_loss_that_is_nan_in_places_is_undefined() -> None:
+    p = free(5, 0.5)
+    sampler = MALA([p], 0.1, num_data=1, prior=Gaussian(), fixed_data=True, generator=seeded())
+    health = run(sampler, lambda: p.square().sum() + 0 * (p[0] + 0.8).log(), 2500)
+    assert kinds(health) == ["undefined"]
+    assert "U is not finite at 0.0" in health.verdict
+    assert health.grade == "undecided"
+
+
+def test_a_loss_that_compares_all_examples_with_all_is_refused() -> None:
+    """Outputs and targets have the same shape, (80, 1), and the loss drops the last axis of one of them."""
+    options: dict[str, Any] = {"num_draws": 2, "gap": 1, "burn_in": 0, "progress": False}
+    sampler = partial(MALA, step_size=1e-3, prior=Gaussian())
+    losses = [
+        lambda outputs, targets: (outputs - targets[:, 0]).square(),
+        lambda model, batch: (model(batch[0]) - batch[1][:, 0]).square(),
+    ]
+    for loss in losses:
+        with pytest.raises(
+            ValueError, match=r"losses of shape \(80, 80\) for a batch of 80 examples: it compared every output"
+        ):
+            sample(nn.Linear(4, 1), (INPUTS, VALUES), loss, sampler=sampler, **options)
+    several = partial(sample, nn.Linear(4, 1), (INPUTS, VALUES), sampler=sampler, **options)
+    several(lambda outputs, targets: (outputs - targets - torch.linspace(-1, 1, 7)).square())  # seven losses of each example
+
+
+def test_a_batch_larger_than_the_data_set_is_refused() -> None:
+    """The number of batches was passed as `num_data`."""
+    model = nn.Linear(4, 1)
+    sampler = AdamMCMC(model.parameters(), lr=1e-3, sigma=1e-2, num_data=8)
+    with pytest.raises(ValueError, match="a batch has 10 examples, but `num_data` is 8: it must be the number of examples"):
+        sampler.step(lambda: squares(model(INPUTS[:10]), VALUES[:10]))
+
+
 # --- burn-in --------------------------------------------------------------------------------------------------------
 
 
@@ -334,3 +428,10 @@ def test_few_steps_on_batches_are_not_called_healthy() -> None:
     assert "no complaint" not in health.verdict
     assert "temperature 0.00" not in health.verdict
     assert "cannot tell" in kinds(health), health.verdict
+
+
+def test_stacked_chains_learn_a_kronecker_metric() -> None:
+    options: dict[str, Any] = {"num_draws": 4, "gap": 2, "burn_in": 300, "progress": False, "num_chains": 2, "stacked": True}
+    sampler = partial(Underdamped, preconditioner="kron", prior=Gaussian())
+    posterior = sample(network(), (X, Y), F.cross_entropy, sampler=sampler, **options)
+    assert 0.5 < float(posterior.trace("acceptance_rate").mean()) < 1

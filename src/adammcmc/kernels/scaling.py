@@ -153,7 +153,8 @@ class Kronecker(Scaling):
     def _each(self, leaves: Leaves, how: str) -> Leaves:
         made = []
         for leaf, row in zip(leaves, self.blocks, strict=True):
-            flat = leaf.reshape(leaf.shape[0], -1)
+            # a momentum may be kept in float64: that of stacked chains, from the approach
+            flat = leaf.reshape(leaf.shape[0], -1).to(row[0].root.dtype)
             parts = flat.split_with_sizes([block.root.numel() for block in row], 1)
             done = [getattr(block, how)(part) for block, part in zip(row, parts, strict=True)]
             made.append((done[0] if len(done) == 1 else torch.cat(done, 1)).reshape(leaf.shape))

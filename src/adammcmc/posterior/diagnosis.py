@@ -12,7 +12,17 @@ from torch import Tensor
 
 from adammcmc.posterior.chain_records import chain_records
 from adammcmc.posterior.store.folder import Record
-from adammcmc.posterior.summary import ONE_START, Series, Summary, layers_of, least, of_moving, probe_layers, summarize
+from adammcmc.posterior.summary import (
+    NEAR_STARTS,
+    ONE_START,
+    Series,
+    Summary,
+    layers_of,
+    least,
+    of_moving,
+    probe_layers,
+    summarize,
+)
 from adammcmc.samplers.diagnostics import ess_bulk
 from adammcmc.samplers.health import Health
 from adammcmc.samplers.warmup import WarmUp, in_a_line
@@ -23,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Compared", "Diagnosis", "by_chain", "compare", "layer_series"]
 
 _ENOUGH_DRAWS = 30.0  # effective, of predictions: a chain with fewer is not called healthy
+_CLOSE = 0.1  # spread of the starting weights over that of the draws
 _PROBE = "predictions at training inputs"
 
 Values = Callable[[Sequence[int]], Tensor]
@@ -146,6 +157,18 @@ class Diagnosis:
         starts = self._manifest.get("starts")
         return starts is None or len({starts[c] for c in chains}) == 1
 
+    def _one_start(self, chains: Sequence[int], layers: Sequence[Series]) -> str:
+        """What is wrong with where these chains began: at the same weights, or much closer together than their draws are."""
+        if self._has_one_start(chains):
+            return ONE_START
+        if (states := self._posterior.store.starts()) is None or not layers or len(chains) < 2:
+            return ""
+        names = [name for name, p in self._posterior.model.named_parameters() if p.requires_grad]
+        starts = probe_layers([states[chain] for chain in chains], names)  # (chains, layers, 2)
+        draws = torch.stack([layer.values for layer in layers], 2).flatten(0, 1)
+        ratio = float((starts.std(0) / draws.std(0)).nanmedian())
+        return NEAR_STARTS.format(ratio) if ratio < _CLOSE else ""
+
     def summary(self, predict: Values | None) -> Summary:
         """The summary of the chains, with the predictions to compare (None: no inputs)."""
         posterior = self._posterior
@@ -165,8 +188,8 @@ class Diagnosis:
         else:
             why_not = "the last draws only" if probes is not None and is_cut else ""
             series.append(Series("predictions", "outputs", predict(chains), why_not))
-        if len(posterior) > 0:
-            series += layer_series(posterior, chains)
+        layers = layer_series(posterior, chains) if len(posterior) > 0 else []
+        series += layers
         settings = self._manifest.get("chains") or []
         differ_in = self._scanned if len(chains) > 1 else []
         seconds, num_gradients = self._costs(chains)
@@ -181,7 +204,7 @@ class Diagnosis:
             seconds=seconds / share,
             num_gradients=num_gradients / share,
             differ_in=differ_in,
-            one_start=self._has_one_start(chains),
+            one_start=self._one_start(chains, layers),
             burn_in=self.burn_in_in_a_line(),
             notes=notes,
         )

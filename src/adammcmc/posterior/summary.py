@@ -22,7 +22,18 @@ from adammcmc.samplers.diagnostics import ess_bulk, ess_tail, mcse_mean, rhat, r
 from adammcmc.samplers.health import GRAVITY, Finding, Grade, Health, grade_of
 from adammcmc.target.data import derive_seed
 
-__all__ = ["ONE_START", "Row", "Series", "Summary", "layers_of", "least", "of_moving", "probe_layers", "summarize"]
+__all__ = [
+    "NEAR_STARTS",
+    "ONE_START",
+    "Row",
+    "Series",
+    "Summary",
+    "layers_of",
+    "least",
+    "of_moving",
+    "probe_layers",
+    "summarize",
+]
 
 _MIXED, _NEARLY_MIXED, _APART, _FAR_APART = 1.01, 1.05, 1.1, 1.5
 _FEW_DRAWS = 20.0  # per chain: with fewer, R-hat varies widely even for chains that agree
@@ -34,6 +45,12 @@ _MOST_LAYERS = 12  # that are printed
 ONE_START = (
     "all chains started at the same weights: agreement of chains from one start cannot reveal another mode; start them "
     "from different trained networks (`initial=TrainMembers()` of `sample`)"
+)
+
+
+NEAR_STARTS = (
+    "the chains started close together (the spread of their weights was {:.2g} of that of the draws): their agreement cannot "
+    "reveal another mode; start them from different trained networks (`initial=TrainMembers()` of `sample`)"
 )
 
 
@@ -193,21 +210,21 @@ def summarize(
     seconds: float = math.nan,
     num_gradients: float = math.nan,
     differ_in: Sequence[str] = (),
-    one_start: bool = False,
+    one_start: str = "",
     burn_in: str = "",
     notes: Sequence[str] = (),
 ) -> Summary:
     """Rows and findings of the `chains` whose numbers are in `series`; see `Summary`.
 
     `temperatures` are inverse ones. With `differ_in`, the settings in which the chains of a scan differ, each chain is
-    judged alone.
+    judged alone. `one_start`: what is wrong with the starts of the chains, if anything.
     """
     num_draws = max((s.values.shape[1] for s in series), default=0)  # some series may have fewer
     rows = tuple(_row(s, alone=bool(differ_in)) for s in series)
     findings = [*_of_chains(health), *_of_temperatures(temperatures, num_data)]
     findings += _of_series(chains, num_draws, series, rows, differ_in)
     if one_start and len(chains) > 1 and not differ_in:
-        findings.append(Finding("one start", ONE_START))
+        findings.append(Finding("one start", one_start))
     # a stuck chain is reported once, by its self-test or by its draws
     once = [f for i, f in enumerate(findings) if f.kind != "stuck" or all(g.kind != "stuck" for g in findings[:i])]
     ordered = sorted(once, key=lambda finding: GRAVITY.get(finding.kind, len(GRAVITY)))

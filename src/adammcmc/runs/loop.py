@@ -22,6 +22,7 @@ from adammcmc.samplers.chains import Chains
 from adammcmc.samplers.modules import model_tensors, write_tensors
 from adammcmc.samplers.progress import Bar
 from adammcmc.samplers.sampler import Sampler
+from adammcmc.samplers.second_look import Mark, change_since, mark
 from adammcmc.samplers.stacked import StackedChains
 from adammcmc.target.data import derive_seed
 
@@ -38,10 +39,10 @@ class OneChain:
 
     def __init__(self, sampler: Sampler, session: Session) -> None:
         self.sampler, self._model = sampler, session.model
-        self._loss = functools.partial(session.loss, session.plan.model)  # one object: a captured step holds on to it
+        self.loss = functools.partial(session.loss, session.plan.model)  # one object: a captured step holds on to it
 
     def step(self, batch: Any) -> None:
-        self.sampler.step(self._loss, batch)
+        self.sampler.step(self.loss, batch)
 
     @torch.no_grad()
     def log_prior(self) -> Tensor:
@@ -88,6 +89,7 @@ class Loop:
         self.moments = None if self.plan.keep == "draws" else [Moments() for _ in self.numbers]
         self.sums: list[dict[str, float]] = [{} for _ in self.numbers]  # of health, at the last draw
         self._draw_began = self._saved_at = 0.0
+        self._mark: Mark | None = None  # at the first draw of this process
 
     def _planned_burn_in(self) -> int | None:
         """Number of steps; None: as long as the sampler adapts."""
@@ -178,10 +180,22 @@ class Loop:
                 moments.add({name: x[i] for name, x in host.items()})
         self.num_draws += 1
         self.sums = sums
+        self._look_again()
         is_saved = store.is_durable or self.num_draws == self.plan.num_draws
         store.commit(records, tensors, state_of(self) if is_saved else None)
         self._saved_at = time.monotonic()
         self._notify("on_draw", records)
+
+    def _look_again(self) -> None:
+        """At the last draw: whether the loss still has the values that it had at the first one of this process."""
+        chains, monitor = self.chains, self.chains.monitor
+        if not self.session.has_fixed_data or monitor is None:
+            return
+        if self._mark is None:
+            self._mark = mark(chains)
+        elif self.num_draws == self.plan.num_draws:
+            loss = self.engine.loss if isinstance(self.engine, OneChain) else None
+            monitor.change = max(monitor.change, change_since(self._mark, chains, loss, self.session.first_batch))
 
     def _record(self, i: int, numbers: Sequence[float], sums: dict[str, float], seconds: float) -> Record:
         """A draw's line in the index."""

@@ -121,6 +121,11 @@ class ClosurePotential(NetworkPotential):
         first = self._calls_backward is None
         losses, grads = self._differentiate()
         self._check_held()
+        if losses.dim() > 0 and len(losses) > self._num_data:
+            raise ValueError(
+                f"a batch has {len(losses)} examples, but `num_data` is {self._num_data}: it must be the number of examples in "
+                "the training set, not of batches or of examples in a batch."
+            )
         self.losses = losses[None] if self.losses is None else self.losses
         if self.fixed and first and self._must_check:
             self._check_fixed(losses)

@@ -14,6 +14,7 @@ from torch import Tensor
 from adammcmc.kernels.kernel import Info, Kernel
 from adammcmc.samplers.draws_table import DensitySummary, summarize_draws
 from adammcmc.samplers.draws_verdict import DensityVerdict, Facts, judge
+from adammcmc.samplers.second_look import NOTHING, SecondLook
 from adammcmc.target.leaves import flatten, leaf_names
 
 __all__ = ["DensityDraws"]
@@ -41,8 +42,10 @@ class DensityDraws:
     """Mean squared change of U in one step."""
     fixed_data: bool = True
     """Whether each gradient used the whole density or all data."""
-    one_start: bool = False
-    """Whether all chains started at one point."""
+    start: Any = None
+    """Where the chains started, (chains, ...), in the structure of `draws`; None where it is not known."""
+    second_look: SecondLook = NOTHING
+    """What was found of the density at the end of the run."""
     target_acceptance: float | None = None
     """What this call tuned the kernel to; None if it tuned nothing."""
     frozen: tuple[int, ...] = ()
@@ -86,7 +89,8 @@ class DensityDraws:
             info=self.info,
             fixed_data=self.fixed_data,
             jump=self.jump,
-            one_start=self.one_start,
+            start={} if self.start is None else dict(zip(leaf_names(self.start), flatten(self.start)[0], strict=True)),
+            second_look=self.second_look,
             target_acceptance=self.target_acceptance,
             frozen=self.frozen,
             is_constrained=bool(self.constraints),

@@ -5,6 +5,10 @@ r"""The verdict on draws from a density. *No complaint* means that every check w
   Above 1.1, and above what chance explains (`diagnostics.rhat_by_chance`), they disagree.
 - **Effective draws**, bulk and tail, of each coordinate and of U: at least 400 over all chains. With fewer, R-hat and the
   standard errors themselves are unreliable (Vehtari et al. 2021).
+- **Starting points** must lie apart: their spread over the chains, in units of that of the draws, at least .2 in the
+  median over the coordinates, and, for 4 chains or more, .02 in each. Chains from one place agree in missing a mode.
+- **The density** must be the same function at the end of the run as at its start, not be NaN at proposals, and be known to
+  a tenth of a nat.
 - **Acceptance = 2 P(Y > 0) + P(Y = 0)** in equilibrium, within 4.5 standard errors and .01.
 - **Acceptance** is near what burn-in tuned it to (`samplers.aim`).
 - **No region where moves fail** (a funnel). The draws are sorted along each coordinate and cut into 20 bins. Acceptance
@@ -32,6 +36,7 @@ from adammcmc.samplers.aim import ENOUGH_STEPS, off_target
 from adammcmc.samplers.diagnostics import ess_bulk, ess_tail, mcse_mean, rhat, rhat_by_chance
 from adammcmc.samplers.draws_table import Coordinate, coordinates, series, summarize_draws
 from adammcmc.samplers.health import GRAVITY, Finding, Grade, grade_of
+from adammcmc.samplers.second_look import NOTHING, SecondLook
 
 __all__ = ["DensityVerdict", "Facts", "acceptance_off_target", "judge"]
 
@@ -44,6 +49,8 @@ _NAMED = 10  # chains in a message
 _BINS, _LEAST_IN_BIN, _LEAST_POINTS, _MOST_POINTS = 20, 50, 5, 200_000
 _STIFF, _STIFF_IF_SLOW, _SLOW_ENERGY, _LOW_RATE = 6.0, 4.0, 0.2, 0.7
 _LARGE_ERROR = 10.0  # nats
+_CLOSE, _CLOSE_IN_ONE, _ENOUGH_STARTS = 0.2, 0.02, 4  # spread of the starting points over that of the draws
+_FEW_UNDEFINED = 0.001  # of the proposals: an overlong step may overflow
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,8 @@ class Facts:
     info: Info
     fixed_data: bool
     jump: float = math.nan
-    one_start: bool = False
+    start: dict[str, Tensor] = field(default_factory=dict)
+    second_look: SecondLook = NOTHING
     target_acceptance: float | None = None
     frozen: tuple[int, ...] = ()
     is_constrained: bool = False
@@ -139,7 +147,11 @@ def judge(leaves: dict[str, Tensor], facts: Facts) -> DensityVerdict:
     reasons = facts.kernel.approximation(fixed_data=facts.fixed_data)
     found = [Finding("approximate", _approximate(reasons)) if reasons else None]
     is_still = _still_chains(leaves, rates, facts)
-    found += [_frozen(facts), _stuck(is_still, rates)]
+    found += [_frozen(facts), _stuck(is_still, rates), _not_fixed(facts), _undefined(facts)]
+    if len(rates) > 1:
+        found.append(_one_start(leaves, facts.start))
+    if facts.second_look.coarse:
+        found.append(Finding("untested", f"untested: {facts.second_look.coarse}; moves are decided by differences of U"))
     if num_draws < _LEAST_DRAWS:
         found.append(Finding("cannot tell", f"cannot tell: {num_draws} draws per chain, of at least {_LEAST_DRAWS}"))
     else:
@@ -222,22 +234,60 @@ def _few(moving: Sequence[Coordinate]) -> Finding | None:
     return Finding("few draws", f"few draws: {least}{others}; run longer")
 
 
+def _not_fixed(facts: Facts) -> Finding | None:
+    """Whether the density has become another one during the run."""
+    change = facts.second_look.change
+    if change == 0:
+        return None
+    says = f"not fixed: log_density has changed during the run, by up to {change:.3g} where the chains started"
+    return Finding(
+        "not fixed", f"{says}. It must be a function of the parameters alone: no state, no schedule, no random numbers"
+    )
+
+
+def _undefined(facts: Facts) -> Finding | None:
+    """Proposals where the density is NaN: either outside of its support, where -inf is meant, or a part that is missing."""
+    is_undefined = facts.info.proposed_loss.isnan() & ~facts.info.is_finite.bool()
+    fraction = float(is_undefined.double().mean())
+    if not facts.has_test or fraction < _FEW_UNDEFINED:
+        return None
+    says = f"log_density is NaN at {fraction:.2g} of the proposals, which were rejected: what it should be there is unknown"
+    return Finding("undefined", f"{says}. Return -inf outside of the support, and a number inside")
+
+
+def _one_start(leaves: dict[str, Tensor], start: dict[str, Tensor]) -> Finding | None:
+    """Whether the chains started closer together than the draws are wide: then their agreement proves little."""
+    if not start:
+        return None
+    points = {name: x.detach()[:, None] for name, x in start.items()}
+    if all(bool((x == x[:1]).all()) for x in points.values()):
+        says = "all chains started at one point: their agreement cannot reveal another mode; spread the starting points"
+        return Finding("one start", says)
+    pairs = zip(series(points, 1000), series(leaves, 1000), strict=True)
+    ratios = torch.cat([x[:, 0].std(0) / draws.flatten(0, 1).std(0) for x, draws in pairs])  # NaN where nothing moves
+    middle, least = float(ratios.nanmedian()), int(ratios.nan_to_num(nan=math.inf).argmin())
+    close = ""
+    if middle < _CLOSE:
+        close = f"the spread of their starting points is {middle:.2g} of that of the draws (median over the coordinates)"
+    elif len(next(iter(start.values()))) >= _ENOUGH_STARTS and float(ratios[least]) < _CLOSE_IN_ONE:
+        name = list(coordinates(leaves))[least]
+        close = f"in {name}, the spread of their starting points is {float(ratios[least]):.1g} of that of the draws"
+    if not close:
+        return None
+    says = f"the chains started close together: {close}. Their agreement cannot reveal another mode; spread the starting points"
+    return Finding("one start", says)
+
+
 def _agreement(judged: dict[str, Tensor], moving: Sequence[Coordinate], facts: Facts) -> list[Finding | None]:
     num_chains = len(facts.info.is_finite)
     if num_chains == 1:
         return [
             Finding("one chain", "one chain: whether another would agree is unknown; run at least 4, from different starts")
         ]
-    one_start = None
-    if facts.one_start:
-        says = "all chains started at one point: their agreement cannot reveal another mode; spread the starting points"
-        one_start = Finding("one start", says)
     known = [row for row in moving if not math.isnan(row.rhat)]
-    if not known:
-        return [one_start]
-    worst = max(known, key=lambda row: row.rhat)
-    if not worst.rhat > _MIXED:
-        return [one_start]
+    worst = max(known, key=lambda row: row.rhat, default=None)
+    if worst is None or not worst.rhat > _MIXED:
+        return []
     values = _named(judged, worst.name)
     own = _own_draws(values)
     chance = float(rhat_by_chance(own.nansum(), num_chains, len(known), num_draws=values.shape[1]))
@@ -247,9 +297,9 @@ def _agreement(judged: dict[str, Tensor], moving: Sequence[Coordinate], facts: F
     of = f"R-hat of {worst.name} is {worst.rhat:.3f}" + (f", and above {_MIXED} for {above - 1} more" if above > 1 else "")
     if is_sure and worst.rhat > max(_APART, chance):
         says = f"chains disagree: {of}{_odd(values, worst.rhat)}. They have not mixed, and may never mix"
-        return [Finding("chains disagree", says), one_start]
+        return [Finding("chains disagree", says)]
     by_chance = f" (chance alone explains up to {chance:.3f})" if worst.rhat <= chance else ""
-    return [Finding("not mixed", f"not mixed yet: {of}; it should be at most {_MIXED}{by_chance}: run longer"), one_start]
+    return [Finding("not mixed", f"not mixed yet: {of}; it should be at most {_MIXED}{by_chance}: run longer")]
 
 
 def _own_draws(values: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from adammcmc.samplers.metric import Kind, largest_dense
 from adammcmc.samplers.persistence import Persistence
 from adammcmc.samplers.processes import check_one_process
 from adammcmc.samplers.progress import show_bar, track
+from adammcmc.samplers.second_look import NOTHING, SecondLook, second_look
 from adammcmc.samplers.warmup import WarmUp
 from adammcmc.target.constraints import Unconstrained
 from adammcmc.target.data_density import DataDensity
@@ -250,6 +251,7 @@ class _Run:
         self.kernel: Any = placed(kernel, leaves[0].device)
         self.potential = log_density if isinstance(log_density, DataDensity) else Density(log_density, like=initial)
         self.state = self.kernel.init(unflatten(tuple(x.detach().clone() for x in leaves), self.structure), self.potential)
+        self._first = None if self.state.here is None else (self.leaves, self.state.here.losses)
         self._num_steps = 0
         self._check_deterministic()
         self._check_independent()
@@ -282,10 +284,16 @@ class _Run:
             constraints=str(self.unconstrained or ""),
             jump=jump,
             fixed_data=self.potential.fixed,
-            one_start=all(bool((x == x[:1]).all()) for x in flatten(start)[0]),
+            start=start,
+            second_look=self._second_look(),
             target_acceptance=None if self.adaptation is None else self.adaptation.target,
             frozen=tuple((self.state.frozen_at >= 0).nonzero().flatten().tolist()),
         )
+
+    def _second_look(self) -> SecondLook:
+        if self._first is None or self.state.here is None:  # other data at each step
+            return NOTHING
+        return second_look(self.potential, *self._first, self.state.here.losses)
 
     def _check_deterministic(self) -> None:
         if self.state.here is None:  # other data at each step

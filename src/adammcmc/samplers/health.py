@@ -51,17 +51,18 @@ __all__ = [
 
 Grade = Literal["sound", "undecided", "sick"]
 _SICK = (
-    *("not finite", "diverged", "no posterior", "stuck", "no influence", "too hot", "chains disagree"),
+    *("not finite", "not fixed", "diverged", "no posterior", "stuck", "no influence", "too hot", "chains disagree"),
     *("biased", "not at rest", "temperature", "funnel"),
 )
 _UNDECIDED = (
     *("adapting", "burn-in", "adapted acceptance", "not mixed", "unknown noise", "few draws", "cannot tell"),
-    *("one chain", "one start", "approximate", "untested"),
+    *("one chain", "one start", "undefined", "approximate", "untested"),
 )
 GRAVITY = {kind: place for place, kind in enumerate((*_SICK, *_UNDECIDED))}
 """The kinds of findings, of a chain here and of a whole run in `summary`, the gravest first."""
 
 _ENOUGH_STEPS = 200
+_FEW_UNDEFINED = 0.01  # of the proposals
 _ENOUGH_DRAWS = 30  # effective ones, of U
 _FAR_TOO_HOT = 10.0  # configurational temperature; ten times that for an exact chain, which may still be descending
 _NAMED = 10  # chains in a warning
@@ -73,8 +74,9 @@ class Finding(NamedTuple):
 
     kind: str
     """A short name: "diverged", "no posterior", "adapting", "burn-in", "adapted acceptance", "stuck", "no influence",
-    "too hot", "unknown noise", "not at rest", "biased", "temperature", "untested", "cannot tell". Draws from a density also
-    have "not finite", "chains disagree", "not mixed", "few draws", "one chain", "one start", "approximate", "funnel"."""
+    "too hot", "unknown noise", "not at rest", "biased", "temperature", "approximate", "untested", "undefined",
+    "not fixed", "cannot tell". Draws from a density also have "not finite", "chains disagree", "not mixed", "few draws",
+    "one chain", "one start", "funnel"."""
     says: str
 
 
@@ -346,13 +348,14 @@ def _judge(run: _Run) -> tuple[Finding, ...]:
         Finding("no posterior", _NO_POSTERIOR) if not context.has_proper_prior else None,
         *(Finding("biased", f"not exact: {complaint}") for complaint in context.complaints),
         Finding("adapting", _ADAPTING) if context.is_adapting else None,
+        Finding("not fixed", _NOT_FIXED.format(run.sums.change)) if run.sums.change != 0 else None,
     ]
     if (decisive := _diverged(run) or _stuck(run)) is not None:
         found.append(decisive)
     elif run.sums.num_steps < _ENOUGH_STEPS:
         found.append(_cannot_tell(f"{run.sums.num_steps} of at least {_ENOUGH_STEPS} steps"))
     else:
-        found += [_no_influence(run), _too_hot(run), _not_at_rest(run), _convergence(run)]
+        found += [_no_influence(run), _too_hot(run), _not_at_rest(run), _undefined(run), _convergence(run)]
         if not any(found):
             is_far_off = abs(run.temperature.value) > _FAR_TOO_HOT
             found.append(_not_mixed(run.temperature.value) if is_far_off else _untested(run))
@@ -367,6 +370,14 @@ def _judge(run: _Run) -> tuple[Finding, ...]:
 
 
 _NO_POSTERIOR = "the prior is flat and improper, so there is no posterior to sample: set `prior`"
+_NOT_FIXED = (
+    "not fixed: the loss has changed during the run, by up to {:.3g} nats of U at the first draw. It must be a function of "
+    "weights and data alone: no state, no schedule, no random numbers"
+)
+_APPROXIMATE = (
+    "approximate: no self-test has found a bias, but the kernel has one, which may be too small to be seen in this run; "
+    "compare with an exact kernel"
+)
 _ADAPTING = "the settings are still adapting: these are not draws yet"
 _DOWNHILL = "; below zero the weights run away downhill, as when a loss with the wrong sign has no lower bound"
 
@@ -518,9 +529,19 @@ def _temperature(run: _Run) -> Finding | None:
     return Finding("temperature", f"{word} than the target: configurational temperature {words}")
 
 
-def _untested(run: _Run) -> Finding | None:
-    if run.context.is_exact or (run.is_known and run.noise == 0):
+def _undefined(run: _Run) -> Finding | None:
+    """Proposals at which U is not finite, under a prior without an edge: a part of the posterior may be missing."""
+    if run.context.has_edge or run.lost < _FEW_UNDEFINED:
         return None
+    says = f"U is not finite at {run.lost:.2g} of the proposals, which were rejected: is the loss NaN or infinite in places?"
+    return Finding("undefined", says)
+
+
+def _untested(run: _Run) -> Finding | None:
+    if run.context.is_exact:
+        return None
+    if run.is_known and run.noise == 0:
+        return Finding("approximate", _APPROXIMATE)
     known, t = f"acceptance {run.mean['rate']:.2f}", run.temperature
     if math.isfinite(t.error):
         known += f", configurational temperature {t.value:.2f} +- {t.error:.2f}, 1 in equilibrium"

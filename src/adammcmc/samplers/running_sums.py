@@ -78,6 +78,8 @@ class RunningSums:
         """U alone, in shorter batches."""
         self.start: Tensor | None = None
         """Sums of U and U^2 over the chain's first block, which `restarted` keeps."""
+        self.change = 0.0
+        """How much U has changed at a point, in nats, as far as is known; 0 within rounding."""
         self._pending: list[Row] = []
         self.pending_products: list[Tensor] = []
 
@@ -148,6 +150,7 @@ class RunningSums:
             "num_steps": self.num_steps,
             **{name: (part.sums.clone(), part.per_batch, part.num_blocks) for name, part in parts.items()},
             "start": self.start,
+            "change": self.change,
             "pending": self._rows() if self._pending else None,
             "pending_products": torch.stack(self.pending_products) if self.pending_products else None,
         }
@@ -156,7 +159,7 @@ class RunningSums:
         """Continue from saved sums."""
         if state["steps"][0].shape != self.steps.sums.shape:
             raise IndexError(f"the sums are of {state['steps'][0].shape[1]} chains, not of {self._num_chains}")
-        self.num_steps = state["num_steps"]
+        self.num_steps, self.change = state["num_steps"], state.get("change", 0.0)
         for name, part in (("steps", self.steps), ("products", self.products), ("trace", self.trace)):
             values, part.per_batch, part.num_blocks = state[name]
             part.sums = values.to(self.device, copy=True)

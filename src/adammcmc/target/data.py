@@ -35,7 +35,7 @@ from torch.utils.data import (
 )
 
 from adammcmc.errors import warn
-from adammcmc.target.batches import Batch, regrouped
+from adammcmc.target.batches import Batch, num_rows, regrouped
 from adammcmc.target.fingerprints import digest, fingerprint, held_arrays, select_rows
 
 __all__ = ["Data", "Examples", "Indexed", "IterableData", "TensorExamples", "as_data", "derive_seed"]
@@ -253,23 +253,49 @@ class IterableData(Data):
                 "workers, or a stateful loader)"
             )
         self._running: Iterator[Batch] | None = None
+        self._is_resumed = False  # the pass begins somewhere in the data
+        self._num_seen: int | None = None  # examples of this pass; None if its beginning was not seen
+        self._num_last = 0  # of the last batch
         self._first = self.state_dict()
 
     def restart(self, seed: int) -> None:
         self._running = None
         if self._stateful is not None:
             self.load_state_dict(copy.deepcopy(self._first))
+        self._is_resumed = False
 
     def __next__(self) -> Batch:
         for _ in range(2):
             if self._running is None:
                 self._running = iter(self._batches)
+                self._num_seen, self._is_resumed = (None if self._is_resumed else 0), False
             for batch in self._running:
+                self._count(batch)
                 return batch
+            self._check_pass()
             self._running = None
         raise ValueError(
             f"{type(self._batches).__name__} is exhausted and gives nothing when iterated again: it must be a loader "
             "or a data set, not a generator."
+        )
+
+    def _count(self, batch: Batch) -> None:
+        try:
+            self._num_last = num_rows(batch)
+        except ValueError:  # no tensors: only the loss knows what an example is
+            self._num_seen = None
+        if self._num_seen is not None:
+            self._num_seen += self._num_last
+
+    def _check_pass(self) -> None:
+        """At the end of a pass: whether it had `num_data` examples. The last batch may have been dropped."""
+        seen, n = self._num_seen, self.num_data
+        if not seen or not n or n - self._num_last < seen <= n:
+            return
+        raise ValueError(
+            f"a pass over {type(self._batches).__name__} had {seen:,} examples, but `num_data` is {n:,}, and the loss counts "
+            f"{n / seen:.3g} times as much as it should. Pass the number of different examples; if each pass serves another "
+            "part of them, make the iterable endless."
         )
 
     def fetch(self, indices: slice | Tensor) -> Batch:
@@ -285,7 +311,7 @@ class IterableData(Data):
         return {} if self._stateful is None else {"iterable": copy.deepcopy(self._stateful.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._running = None
+        self._running, self._is_resumed = None, True
         self._stateful.load_state_dict(state["iterable"])
 
     def fingerprint(self) -> str:

@@ -192,12 +192,16 @@ class Loss:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         if self.takes_model(batch):
-            return self._by_example(self._function(model, batch, **self._options), batch)
+            losses = self._function(model, batch, **self._options)
+            if isinstance(losses, Tensor) and isinstance(batch, tuple | list) and isinstance(batch[-1], Tensor):
+                self._check_square(losses, batch[-1].numel(), batch)
+            return self._by_example(losses, batch)
         *inputs, targets = batch
         outputs = model(*inputs)
         losses = self._function(outputs, targets, **self._options)
         if isinstance(losses, Tensor) and isinstance(outputs, Tensor) and isinstance(targets, Tensor):
             self._check_broadcast(losses, outputs, targets)
+            self._check_square(losses, max(outputs.numel(), targets.numel()), batch)
         return self._by_example(losses, batch)
 
     def _check_broadcast(self, losses: Tensor, outputs: Tensor, targets: Tensor) -> None:
@@ -206,6 +210,17 @@ class Loss:
                 f"`{self.name}` compared every output with every target: outputs {tuple(outputs.shape)} and targets "
                 f"{tuple(targets.shape)} were broadcast to {tuple(losses.shape)}. Give the targets the shape of the "
                 "outputs, for example targets[:, None]."
+            )
+
+    def _check_square(self, losses: Tensor, num_numbers: int, batch: Batch) -> None:
+        """Refuse a matrix of all examples by all examples that neither outputs nor targets have the size of."""
+        if losses.dim() < 2 or losses.numel() <= num_numbers:
+            return
+        n = num_rows(batch)
+        if tuple(losses.shape[:2]) == (n, n):
+            raise ValueError(
+                f"`{self.name}` returned losses of shape {tuple(losses.shape)} for a batch of {n} examples: it compared every "
+                "output with every target. Give both the same shape inside of the loss, for example outputs[:, 0]."
             )
 
     def _by_example(self, losses: Any, batch: Batch) -> Tensor:
