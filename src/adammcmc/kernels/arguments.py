@@ -40,7 +40,7 @@ def _each(change: Callable[[Setting], Setting], value: Settings) -> Settings:
     return [change(v) for v in value] if isinstance(value, list) else change(value)
 
 
-def times(value: Settings, factor: float) -> Settings:
+def times(value: Settings, factor: Setting) -> Settings:
     """A setting, or each of a list, multiplied."""
     return _each(lambda v: v * factor, value)
 

@@ -63,6 +63,8 @@ class UnderdampedKernel(Kernel):
     name: str = "underdamped Langevin"
     backend: UnderdampedBackend | None = None
     """A faster way to compute a step with one leapfrog step and a test; None: as written here."""
+    jitter: float = 0.0
+    """Each chain's step is h (1 + jitter (2 u - 1)), u uniform and new at each step."""
     target_acceptance: ClassVar[float] = 0.85
 
     def init(self, params: Any, potential: Potential) -> ChainState:
@@ -71,6 +73,10 @@ class UnderdampedKernel(Kernel):
 
     def step(self, state: ChainState, potential: Potential, generator: Randomness) -> tuple[ChainState, Info]:
         params, _ = flatten(state.params)
+        if self.jitter:
+            u = uniform(params[0].shape[:1], torch.float64, params[0].device, generator)
+            still = replace(self.scaled(1 + self.jitter * (2 * u - 1)), jitter=0.0)
+            return still.step(state, potential, generator)
         here = state.here or potential.evaluate(params, with_grad=True)
         memory = state.memory or self._fresh(params, generator)
         backend = None if self._is_unadjusted else self.backend
@@ -191,7 +197,7 @@ class UnderdampedKernel(Kernel):
         squares = tuple(inner(p, p) for p in kicked)
         return Move(proposed, squares), momentum, after
 
-    def scaled(self, factor: float) -> UnderdampedKernel:
+    def scaled(self, factor: Setting) -> UnderdampedKernel:
         """The same kernel with its step `factor` times as long."""
         return replace(self, step_size=times(self.step_size, factor))
 
@@ -213,7 +219,7 @@ class UnderdampedKernel(Kernel):
         kept: list[Setting] = [c for c, _ in self.kept(count)]
         memory = "new momentum at each step" if self.friction == math.inf else setting("momentum kept", kept)
         return [
-            setting("step size", self.step_size),
+            setting("step size", self.step_size) + (f" +- {self.jitter:.0%}" if self.jitter else ""),
             memory,
             f"{self.num_leapfrog} leapfrog step{'s' * (self.num_leapfrog > 1)}",
             preconditioner_in_words(self.preconditioner),
@@ -228,6 +234,7 @@ def underdamped(
     persistent_uniform: bool | None = None,
     preconditioner: Any = None,
     acceptance: AcceptanceTest | None = None,
+    jitter: float = 0.0,
 ) -> UnderdampedKernel:
     r"""Metropolised underdamped Langevin dynamics (Horowitz 1991): momentum and Metropolis, combined exactly. **Recommended.**
 
@@ -255,8 +262,12 @@ def underdamped(
         preconditioner: A, fixed while sampling: a diagonal, positive, in the structure of the parameters (without a chain
             axis), or a `Scaling` (`Dense`, `Kronecker`).
         acceptance: the test; `Minibatch()` by default.
+        jitter: each chain and step has its own h, uniform between (1 - jitter) h and (1 + jitter) h and independent of where
+            the chain is, so that chains do not wait long in places that are too narrow for h. Exact as well. Below 1.
     """
     step_size = checked("step_size", step_size)
+    if not 0 <= jitter < 1:
+        raise ValueError(f"`jitter` must be at least 0 and below 1, got {jitter}.")
     if friction is not None and not friction >= 0:
         raise ValueError(f"`friction` must not be negative, got {friction}.")
     if type(num_leapfrog) is not int or num_leapfrog < 1:
@@ -272,7 +283,9 @@ def underdamped(
     scaling, structure = preconditioner, None
     if preconditioner is not None and not isinstance(preconditioner, Scaling):
         scaling, structure = flatten(preconditioner)
-    return UnderdampedKernel(step_size, friction, test, num_leapfrog, persistent_uniform, scaling, structure)
+    return UnderdampedKernel(
+        step_size, friction, test, num_leapfrog, persistent_uniform, scaling, structure, jitter=float(jitter)
+    )
 
 
 def hmc(

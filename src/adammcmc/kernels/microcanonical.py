@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -104,6 +104,7 @@ def microcanonical(
     persistent_uniform: bool | None = None,
     preconditioner: Any = None,
     acceptance: AcceptanceTest | None = None,
+    jitter: float = 0.0,
 ) -> MicrocanonicalKernel:
     r"""Microcanonical (isokinetic) Langevin dynamics: momentum of constant length, turned by the force. With a test, **exact**.
 
@@ -126,7 +127,7 @@ def microcanonical(
         step_size: h, in units of `underdamped`: each weight moves by about h A^1/2.
         friction: how fast the direction is forgotten; None as for `underdamped`, `math.inf` is a new direction.
         num_leapfrog: steps between two refreshes and tests.
-        persistent_uniform, preconditioner, acceptance: as for `underdamped`.
+        persistent_uniform, preconditioner, acceptance, jitter: as for `underdamped`.
     """
     like = underdamped(
         step_size,
@@ -135,7 +136,7 @@ def microcanonical(
         persistent_uniform=persistent_uniform,
         preconditioner=preconditioner,
         acceptance=acceptance,
+        jitter=jitter,
     )
-    return MicrocanonicalKernel(
-        like.step_size, friction, like.acceptance, num_leapfrog, like.persistent_uniform, like.preconditioner, like.structure
-    )
+    shared = {field.name: getattr(like, field.name) for field in fields(like) if field.name != "name"}
+    return MicrocanonicalKernel(**shared)

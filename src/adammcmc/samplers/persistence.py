@@ -1,9 +1,10 @@
 r"""How long a velocity is kept: groups of chains try different frictions in burn-in, and the best is frozen.
 
-    cost of a friction = mean of log(N / ESS) over the slowest functions,    N draws of the chains that try it
+    cost of a friction = log(N / ESS), the median over the chains that try it, the mean over the slowest functions
 
-The functions are U, coordinates, and the distances of both from their medians; the slowest quarter counts. Each window has
-three groups, with the friction of the last window, and the same divided and multiplied by 2.5.
+ESS is that of N draws of one chain: a chain in a bad place shall not decide for all. The functions are U, coordinates, and
+the distances of both from their medians; the slowest quarter counts. Each window has three groups, with the friction of the
+last window, and the same divided and multiplied by 2.5.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ class Persistence:
         if watched.shape[1] < _LEAST_VALUES:
             return
         functions = torch.cat([watched, (watched - watched.flatten(0, 1).median(0).values).abs()], 2)
-        groups = [functions[i :: len(_FACTORS)] for i in range(len(_FACTORS))]
-        times = torch.stack([(g.shape[0] * g.shape[1] / ess_bulk(g)).log() for g in groups])  # (groups, functions)
+        num_chains, num_draws, _ = functions.shape
+        alone = functions.transpose(0, 1).flatten(1)[None]  # (1, draws, chains * functions)
+        each = (num_draws / ess_bulk(alone)).log().view(num_chains, -1)
+        times = torch.stack([each[i :: len(_FACTORS)].median(0).values for i in range(len(_FACTORS))])  # (groups, functions)
         times = times[:, times.isfinite().all(0)]
         if times.shape[1] == 0:
             return
