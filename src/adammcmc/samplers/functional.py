@@ -37,7 +37,7 @@ from adammcmc.target.resolution import agree
 __all__ = ["default_kernel", "sample_density", "warm_up"]
 
 _SECOND_LOOK = 50  # steps
-_JITTER = 0.5  # of the default kernel (docs/exact.md has what was measured)
+_JITTER = 0.25  # of the default kernel (docs/exact.md has what was measured)
 
 
 def sample_density(
