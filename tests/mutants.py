@@ -29,6 +29,27 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "the velocity is kept as long as it costs most",
+        "samplers/persistence.py",
+        "best = int(costs.argmin())",
+        "best = int(costs.argmax())",
+        "tests/test_persistence.py",
+    ),
+    Mutant(
+        "a chain in a bad place decides on the friction of all",
+        "samplers/persistence.py",
+        "each[i :: len(_FACTORS)].median(0).values",
+        "each[i :: len(_FACTORS)].max(0).values",
+        "tests/test_persistence.py",
+    ),
+    Mutant(
+        "steps are jittered, and the velocity is kept as if they were not",
+        "kernels/hamiltonian.py",
+        "each = torch.where(size > 0, torch.exp(-friction * size), 1.0)",
+        "each = torch.where(size > 0, torch.exp(-2 * friction * size), 1.0)",
+        "tests/test_persistence.py",
+    ),
+    Mutant(
         "a stopped member goes on improving",
         "runs/training.py",
         "is_better = is_active & (found < best",

@@ -39,12 +39,14 @@ EXACT = {
         math.sqrt(2 * h), preconditioner=torch.linspace(0.5, 1.5, dim).double()
     ),
     "underdamped, three leapfrog steps": lambda h, dim: kernels.underdamped(math.sqrt(2 * h), num_leapfrog=3),
+    "underdamped, jittered": lambda h, dim: kernels.underdamped(1.5 * math.sqrt(2 * h), 1.0, jitter=0.8),
     "hmc": lambda h, dim: kernels.hmc(0.4 * math.sqrt(2 * h), 4),
     "microcanonical": lambda h, dim: kernels.microcanonical(math.sqrt(2 * h)),
     "microcanonical, fresh uniform": lambda h, dim: kernels.microcanonical(2 * math.sqrt(2 * h), persistent_uniform=False),
     "microcanonical, preconditioned": lambda h, dim: kernels.microcanonical(
         math.sqrt(2 * h), 1.0, preconditioner=torch.linspace(0.5, 1.5, dim).double()
     ),
+    "microcanonical, jittered": lambda h, dim: kernels.microcanonical(1.5 * math.sqrt(2 * h), 1.0, jitter=0.8),
     "microcanonical, new directions": lambda h, dim: kernels.microcanonical(0.7 * math.sqrt(2 * h), math.inf, num_leapfrog=4),
     "exact_adam_mcmc": lambda h, dim: exact_adam(h),
     "exact_adam_mcmc, long memory": lambda h, dim: exact_adam(h, beta=0.9, spread=(1.0, 1.5)),

@@ -27,6 +27,7 @@ __all__ = [
     "AGREES",
     "LEAST_DRAWS",
     "NOT_CONVERGED",
+    "NUTS_DENSE",
     "OURS",
     "RESULTS",
     "SAMPLERS",
@@ -39,6 +40,7 @@ __all__ = [
 
 RESULTS = Path(__file__).parent.parent / "results" / "nuts_cpu.json"
 OURS = "ours"
+NUTS_DENSE = "nuts_dense"
 RIVAL_CHAINS = 8
 CHAINS = 64
 RHAT_LIMIT = 1.01
@@ -97,8 +99,8 @@ def _ours(t: Target, seed: int, steps: int) -> Run:
     return Run(found.draws.numpy(), found.gradients, found.adaptation, 0)
 
 
-def _nuts(t: Target, seed: int, steps: int) -> Run:
-    return nuts(t.jax_log_density(), t.starts(RIVAL_CHAINS), seed=seed, num_draws=1000)
+def _nuts(is_diagonal: bool, t: Target, seed: int, steps: int) -> Run:
+    return nuts(t.jax_log_density(), t.starts(RIVAL_CHAINS), seed=seed, num_draws=1000, is_diagonal=is_diagonal)
 
 
 @lru_cache(maxsize=1)
@@ -112,7 +114,8 @@ def _mams(trajectory: int, t: Target, seed: int, steps: int) -> Run:
 
 SAMPLERS: dict[str, Callable[[Target, int, int], Run]] = {
     OURS: _ours,
-    "nuts": _nuts,
+    "nuts": partial(_nuts, True),
+    NUTS_DENSE: partial(_nuts, False),
     **{f"mams_{trajectory}": partial(_mams, trajectory) for trajectory in TRAJECTORIES},
 }
 

@@ -30,9 +30,18 @@ class Run(NamedTuple):
     """Transitions that left the region where the integrator is stable."""
 
 
-def nuts(log_density: Callable[[Any], Any], starts: np.ndarray, *, seed: int, num_draws: int, num_warmup: int = 1000) -> Run:
+def nuts(
+    log_density: Callable[[Any], Any],
+    starts: np.ndarray,
+    *,
+    seed: int,
+    num_draws: int,
+    num_warmup: int = 1000,
+    is_diagonal: bool = True,
+) -> Run:
     """blackjax.nuts after blackjax.window_adaptation, both with their defaults: a diagonal mass matrix, target 0.8."""
-    block, adaptation = nuts_blocks(log_density, starts, seed=seed, block=num_draws, num_warmup=num_warmup)
+    make = {"seed": seed, "block": num_draws, "num_warmup": num_warmup, "is_diagonal": is_diagonal}
+    block, adaptation = nuts_blocks(log_density, starts, **make)
     draws, gradients, divergent = block()
     return Run(draws, gradients, adaptation, divergent)
 

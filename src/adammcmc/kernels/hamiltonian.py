@@ -137,7 +137,9 @@ class UnderdampedKernel(Kernel):
         kept: list[tuple[Setting, Setting]] = []
         for h in spread_settings(self.step_size, num_leaves):
             if isinstance(h, Tensor) or isinstance(friction, Tensor):
-                size = torch.as_tensor(h, dtype=torch.float64)
+                own = h if isinstance(h, Tensor) else friction
+                assert isinstance(own, Tensor)
+                size = torch.as_tensor(h, dtype=torch.float64, device=own.device)
                 each = torch.where(size > 0, torch.exp(-friction * size), 1.0)
                 kept.append((each, (1 - each**2).sqrt()))
             else:

@@ -47,6 +47,7 @@ _FROZEN = 0.01  # acceptance
 _NAMED = 10  # chains in a warning
 _WATCHED = 32  # coordinates
 _LAST_WINDOW = 600  # steps of the last window, over all chains
+_RESCUE, _MOST_RESCUES = 50, 6  # steps and number of the windows that follow while chains are frozen
 _AGREEING = 1.02  # R-hat
 _NOT_SAVED = ("settings", "approach", "budget", "_persistence", "_precision", "_shapes", "_sums", "_metric_in_use")
 # by what the steps of a single chain change, if its acceptance relative to the target is above the first number
@@ -188,7 +189,7 @@ class Adaptation:
         self._own: Tensor | None = None
         """A factor of each chain's steps, at most 1: chains in bad places have shorter ones."""
         self._rates: Tensor | None = None  # each chain's acceptance in the window that has just ended
-        self._takes_own = velocity
+        self._takes_own, self._num_rescues = velocity, 0
         self._num_approach, self._has_approached, self._num_chains = 0, False, 1
         self._moving: Tensor | None = None  # each chain's acceptance of late
         self._start_tuning()
@@ -268,15 +269,17 @@ class Adaptation:
             along = math.sqrt(max(0.0, self._kappa**-2 - self._ratio**-2))
         factor = math.exp(move)
         own = self._new_own()
-        return Change(factor if own is None else factor * own.to(potential.device), along, metric, self._friction(metric))
+        return Change(
+            factor if own is None else factor * own.to(potential.device), along, metric, self._friction(potential.device)
+        )
 
-    def _friction(self, metric: Leaves | Scaling | None) -> Setting | None:
+    def _friction(self, device: torch.device) -> Setting | None:
         """In the last window that of all chains, before it one for each group; None where it stays."""
         if self._persistence is None or not self.has_new_window or self.is_done:
             return None
         if self._is_last:
             return self._persistence.friction
-        return self._persistence.of_chains(self._num_chains)
+        return self._persistence.of_chains(self._num_chains).to(device)
 
     def _new_own(self) -> Tensor | None:
         """By what the steps of single chains change at the end of a window, (chains,); None if none does."""
@@ -348,13 +351,14 @@ class Adaptation:
         """Close the window and decide on the next one; the new metric, if one was learnt."""
         self.reached = _late_mean(self._acceptances)
         self.trend.append((self._step, statistics.fmean(self._potentials)))
-        if self._is_last:
-            self.is_done = True
-            self.budget.stop()
-            self.frozen = self._frozen()
-            return None
         if self._by_chain is not None:
             self._rates = (self._by_chain / (self._in_window - self._length // 2)).cpu()
+        if self._is_last:
+            self.frozen = _frozen(self)
+            if not _has_rescued(self):
+                self._rates, self.is_done = None, True
+                self.budget.stop()
+            return None
         self._levels.append((statistics.fmean(self._potentials), statistics.pstdev(self._potentials)))
         self._was_level = self._is_level()
         self.is_flat = self._was_level and self._agrees()
@@ -383,14 +387,6 @@ class Adaptation:
             return False  # too few to tell
         self.agreement = float(rhat(torch.stack(self._watched, 1)).nan_to_num(nan=1.0).max())
         return self.agreement < _AGREEING
-
-    def _frozen(self) -> list[int]:
-        """The chains whose acceptance is nearly zero while that of others is not."""
-        if self._by_chain is None or len(self._by_chain) < 2:
-            return []
-        rates = (self._by_chain / (self._in_window - self._length // 2)).cpu()
-        is_frozen = rates < min(_FROZEN, 0.1 * float(rates.max()))
-        return [int(chain) for chain in is_frozen.nonzero().flatten()]
 
     def _is_level(self) -> bool:
         """Whether U had the same level in this window and the previous one, within half of its own fluctuation.
@@ -465,6 +461,27 @@ class Adaptation:
         """Name the chains that do not move."""
         if self.frozen:
             warn(_frozen_in_words(self.frozen, self._num_chains, self.reached))
+
+
+def _has_rescued(of: Adaptation) -> bool:
+    """Whether chains that froze in the last window get shorter steps, and some more steps to show that they move."""
+    if not of.frozen or not of._takes_own or of.settings.num_steps is not None or of.budget.is_over:
+        return False
+    of._num_rescues += 1
+    if of._num_rescues > _MOST_RESCUES:
+        return False
+    of._length = max(_RESCUE, _LAST_WINDOW // of._num_chains)
+    of._start_window()
+    return True
+
+
+def _frozen(of: Adaptation) -> list[int]:
+    """The chains whose acceptance is nearly zero while that of others is not."""
+    rates = of._rates
+    if rates is None or len(rates) < 2:
+        return []
+    is_frozen = rates < min(_FROZEN, 0.1 * float(rates.max()))
+    return [int(chain) for chain in is_frozen.nonzero().flatten()]
 
 
 def _complaint(of: Adaptation) -> str | None:
