@@ -39,7 +39,7 @@ BEGIN = f"""\
 
 - **Targets.** [`benchmarks/posteriors`](#the-densities) defines each density once, against a few array operations that torch and JAX both have, in float64. A test compares values and gradients of the two. Data are generated from fixed seeds or ship with scikit-learn. Scales are sampled as logarithms, and other constrained parameters by maps whose Jacobians are in the density.
 - **Starts.** Every chain starts from N(0, s^2) in each unconstrained coordinate, s = 2 (0.7 and 0.5 on two targets whose density would overflow). On most targets these points are dozens to thousands of posterior standard deviations away.
-- **Ours.** `adammcmc.warm_up` and `sample_density` with no argument but the density and {CHAINS} starts; the frozen kernel then draws. All chains learn one dense metric, so that badly scaled and correlated targets cost little more than others. NUTS and MAMS as their package sets them up adapt each chain by itself, and a diagonal: much of the difference is that choice.
+- **Ours.** `adammcmc.warm_up` and `sample_density` with no argument but the density and {CHAINS} starts; the frozen kernel then draws, 2,000 times per chain (8,000 times on targets that had not converged, `--steps 8000`: {{slow}}). All chains learn one dense metric, so that badly scaled and correlated targets cost little more than others. NUTS and MAMS as their package sets them up adapt each chain by itself, and a diagonal: much of the difference is that choice.
 - **NUTS.** `blackjax.window_adaptation` (1,000 steps, diagonal mass matrix, target 0.8) and `blackjax.nuts`: {RIVAL_CHAINS} chains, each with its own adaptation, 1,000 draws each. *Dense* is the same with a dense mass matrix, which blackjax leaves to the user.
 - **MAMS.** `blackjax.adjusted_mclmc_find_L_and_step_size` (3,000 transitions, diagonal preconditioner, target 0.9) and `blackjax.adjusted_mclmc_dynamic`: {RIVAL_CHAINS} chains, {MAMS_DRAWS:,} draws each. blackjax 1.7 fixes the average trajectory at {TRAJECTORIES[0]} steps. We cap a trajectory at 100 steps: without a cap the adaptation takes up to 100,000 at once on badly scaled targets. *Best* is the best of trajectories of {", ".join(map(str, TRAJECTORIES))} steps, chosen in hindsight with its adaptation not charged: a bound on what tuning the length could give.
 - **Efficiency.** Effective draws of the slowest coordinate, of x and of x^2, per 1,000 gradients. A gradient is one evaluation for one chain, so the number of chains cancels. Our gradients are counted; those of NUTS are its leapfrog steps; a step of MAMS (McLachlan's integrator) takes two. Adaptation is not in it, and is given in gradients per chain. Our warm-up pools {CHAINS} chains, so its total is {CHAINS} times the number, and that of the rivals {RIVAL_CHAINS} times.
@@ -53,8 +53,9 @@ def page() -> str:
     found = json.loads(RESULTS.read_text())
     rows = {name: found["targets"][name] for name in TARGETS if name in found["targets"]}
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    slow = ", ".join(f"`{name}`" for name, row in rows.items() if row["samplers"][OURS].get("draws", 0) > 2000)
     parts = [
-        BEGIN,
+        BEGIN.format(slow=slow or "none"),
         "## Effective draws per gradient\n\n",
         _summary(rows),
         _efficiency(rows),

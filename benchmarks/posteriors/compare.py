@@ -65,6 +65,10 @@ class Ours(NamedTuple):
     adaptation: float
     """For the warm-up of one chain."""
     warnings: list[str]
+    grade: str
+    """The library's own verdict on the draws, in a word."""
+    frozen: int
+    """Chains that do not move, by their draws, and that neither warning nor verdict names."""
 
 
 class _Counted:
@@ -80,23 +84,29 @@ class _Counted:
         return self.log_density(x)
 
 
-def ours(log_density: Callable[[Tensor], Tensor], initial: Tensor, seed: int, steps: int) -> Ours:
-    """Warm up at the defaults, freeze, and take `steps` steps with every chain."""
+def ours(
+    log_density: Callable[[Tensor], Tensor], initial: Tensor, seed: int, steps: int, kernel: adammcmc.Kernel | None = None
+) -> Ours:
+    """Warm up at the defaults, or from another kernel, freeze, and take `steps` steps with every chain."""
     counted = _Counted(log_density)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        kernel, params = adammcmc.warm_up(counted, initial, seed=seed, progress=False)
+        kernel, params = adammcmc.warm_up(counted, initial, kernel, seed=seed, progress=False)
         adaptation = counted.gradients / len(initial)
-        draws, _ = adammcmc.sample_density(counted, params, kernel, num_steps=steps, seed=seed + 1, progress=False)
+        result = adammcmc.sample_density(counted, params, kernel, num_steps=steps, seed=seed + 1, progress=False)
     gradients = counted.gradients / len(initial) - adaptation
-    return Ours(draws, gradients, adaptation, [str(w.message) for w in caught])
+    told = [str(w.message) for w in caught]
+    says = " ".join([*told, str(result.verdict)])
+    frozen = sum(bool((x == x[:1]).all()) for x in result.draws)
+    unnamed = frozen if frozen and "move" not in says else 0
+    return Ours(result.draws, gradients, adaptation, told, str(result.verdict.grade), unnamed)
 
 
-def _ours(t: Target, seed: int, steps: int) -> Run:
-    found = ours(t.log_density(), torch.tensor(t.starts(CHAINS)), seed, steps)
+def _ours(t: Target, seed: int, steps: int, kernel: adammcmc.Kernel | None = None) -> Run:
+    found = ours(t.log_density(), torch.tensor(t.starts(CHAINS)), seed, steps, kernel)
     for text in found.warnings:
         print(f"    {text}", flush=True)
-    return Run(found.draws.numpy(), found.gradients, found.adaptation, 0)
+    return Run(found.draws.numpy(), found.gradients, found.adaptation, 0, found.grade, found.frozen)
 
 
 def _nuts(is_diagonal: bool, t: Target, seed: int, steps: int) -> Run:
@@ -137,6 +147,8 @@ def judged(run: Run, reference: Reference) -> dict[str, Any]:
         "z": _short(worst_z(Estimates.of(run.draws), reference.estimates)),
         "divergent": run.divergent,
     }
+    if run.grade:
+        row |= {"grade": run.grade, "frozen_unnamed": run.frozen}
     return row | {"verdict": verdict(row, run.draws.shape[2])}
 
 
@@ -152,15 +164,24 @@ def verdict(row: dict[str, Any], dim: int) -> str:
     return AGREES if row["z"] <= Z_LIMIT else DIFFERS
 
 
-def compare(names: Iterable[str], samplers: Iterable[str], *, steps: int, seed: int = 0, output: Path = RESULTS) -> None:
-    """Run the samplers on the targets, and write each result into `output` when it is there."""
+def compare(
+    names: Iterable[str],
+    samplers: Iterable[str],
+    *,
+    steps: int,
+    seed: int = 0,
+    output: Path = RESULTS,
+    kernel: adammcmc.Kernel | None = None,
+) -> None:
+    """Run the samplers on the targets, and write each result into `output` when it is there; `kernel` replaces our default."""
     references, samplers = load(), list(samplers)
+    runs = {**SAMPLERS, OURS: partial(_ours, kernel=kernel)}
     for name in names:
         t = target(name)
         for sampler in samplers:
             began = time.time()
             try:
-                row = judged(SAMPLERS[sampler](t, seed, steps), references[name])
+                row = judged(runs[sampler](t, seed, steps), references[name])
             except RuntimeError as error:
                 row = {"verdict": f"failed: {type(error).__name__}"}
             row["seconds"] = round(time.time() - began, 1)

@@ -28,6 +28,10 @@ class Run(NamedTuple):
     """The same, before the draws."""
     divergent: int
     """Transitions that left the region where the integrator is stable."""
+    grade: str = ""
+    """The sampler's own verdict, where it has one."""
+    frozen: int = 0
+    """Chains that do not move and that nothing it says names."""
 
 
 def nuts(

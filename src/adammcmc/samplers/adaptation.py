@@ -72,7 +72,7 @@ class BurnIn:
         learn_preconditioner: also learn A, where the kernel has one.
         scaling: which A a kernel with a velocity learns: "diagonal"; "kron", a turned diagonal for each weight matrix;
             "dense", one matrix for all numbers of a chain (a few hundred at most). None is "dense" for densities of up to
-            100 numbers whose chains see enough of it, and "diagonal" elsewhere.
+            200 numbers whose chains see enough of it, and "diagonal" elsewhere.
         approach: begin with constant-speed steps without a test. None does so for the kernels with a velocity, on fixed data
             and on densities.
     """
