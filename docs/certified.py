@@ -40,7 +40,7 @@ BEGIN = f"""\
 - **Targets.** [`benchmarks/posteriors`](#the-densities) defines each density once, against a few array operations that torch and JAX both have, in float64. A test compares values and gradients of the two. Data are generated from fixed seeds or ship with scikit-learn. Scales are sampled as logarithms, and other constrained parameters by maps whose Jacobians are in the density.
 - **Starts.** Every chain starts from N(0, s^2) in each unconstrained coordinate, s = 2 (0.7 and 0.5 on two targets whose density would overflow). On most targets these points are dozens to thousands of posterior standard deviations away.
 - **Ours.** `adammcmc.warm_up` and `sample_density` with no argument but the density and {CHAINS} starts; the frozen kernel then draws, 2,000 times per chain (8,000 times on targets that had not converged, `--steps 8000`: {{slow}}). All chains learn one dense metric, so that badly scaled and correlated targets cost little more than others. NUTS and MAMS as their package sets them up adapt each chain by itself, and a diagonal: much of the difference is that choice.
-- **NUTS.** `blackjax.window_adaptation` (1,000 steps, diagonal mass matrix, target 0.8) and `blackjax.nuts`: {RIVAL_CHAINS} chains, each with its own adaptation, 1,000 draws each. *Dense* is the same with a dense mass matrix, which blackjax leaves to the user.
+- **NUTS.** `blackjax.window_adaptation` (1,000 steps, diagonal mass matrix, target 0.8) and `blackjax.nuts`: {RIVAL_CHAINS} chains, each with its own adaptation, 1,000 draws each. A dense mass matrix, which blackjax leaves to the user, would help it where coordinates are correlated (`--samplers nuts_dense`; not run for this page).
 - **MAMS.** `blackjax.adjusted_mclmc_find_L_and_step_size` (3,000 transitions, diagonal preconditioner, target 0.9) and `blackjax.adjusted_mclmc_dynamic`: {RIVAL_CHAINS} chains, {MAMS_DRAWS:,} draws each. blackjax 1.7 fixes the average trajectory at {TRAJECTORIES[0]} steps. We cap a trajectory at 100 steps: without a cap the adaptation takes up to 100,000 at once on badly scaled targets. *Best* is the best of trajectories of {", ".join(map(str, TRAJECTORIES))} steps, chosen in hindsight with its adaptation not charged: a bound on what tuning the length could give.
 - **Efficiency.** Effective draws of the slowest coordinate, of x and of x^2, per 1,000 gradients. A gradient is one evaluation for one chain, so the number of chains cancels. Our gradients are counted; those of NUTS are its leapfrog steps; a step of MAMS (McLachlan's integrator) takes two. Adaptation is not in it, and is given in gradients per chain. Our warm-up pools {CHAINS} chains, so its total is {CHAINS} times the number, and that of the rivals {RIVAL_CHAINS} times.
 - **Agreement.** R-hat is the worst over x and x^2. *z* is the largest distance between a run and the reference over the means, standard deviations and mean squares of all coordinates, in standard errors of both. A run has *not converged* if its R-hat exceeds {RHAT_LIMIT}, and what chance gives chains that agree ({CHAINS} short chains need some 6,000 effective draws to have 1.01), or if its slowest coordinate, or distance of one from its median, has fewer than {LEAST_DRAWS} effective draws a chain. Its effective draws are then an upper bound, marked ≤. The others *agree* if z is at most {Z_LIMIT}, and *differ* otherwise.
@@ -72,7 +72,9 @@ def _summary(rows: dict[str, Any]) -> str:
         for sampler in (OURS, "nuts", NUTS_DENSE, MAMS)
     }
     text = f"Of {len(rows)} targets, {agreeing[OURS]} converge and agree under our defaults, {agreeing['nuts']} under NUTS, "
-    text += f"{agreeing[NUTS_DENSE]} under NUTS with a dense mass matrix, {agreeing[MAMS]} under MAMS. "
+    if any(NUTS_DENSE in row["samplers"] for row in rows.values()):
+        text += f"{agreeing[NUTS_DENSE]} under NUTS with a dense mass matrix, "
+    text += f"{agreeing[MAMS]} under MAMS. "
     return text + "".join(_against(rows, *rival) for rival in (("nuts", "NUTS"), (NUTS_DENSE, "dense NUTS"))) + "\n\n"
 
 
@@ -92,16 +94,18 @@ def _against(rows: dict[str, Any], rival: str, title: str) -> str:
 
 
 def _efficiency(rows: dict[str, Any]) -> str:
-    lines = [
-        "| target | dim | ours | NUTS | ours / NUTS | NUTS, dense | ours / that | MAMS | MAMS, best | adaptation: ours | NUTS | NUTS, dense | MAMS |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    is_dense = any(NUTS_DENSE in row["samplers"] for row in rows.values())  # (a run that the page can do without)
+    rivals = [OURS, "nuts", *([NUTS_DENSE] if is_dense else []), MAMS]
+    dense = ["NUTS, dense", "ours / that"] if is_dense else []
+    head = ["target", "dim", "ours", "NUTS", "ours / NUTS", *dense, "MAMS", "MAMS, best", "adaptation: ours", "NUTS"]
+    head += [*dense[:1], "MAMS"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name, row in rows.items():
         samplers = row["samplers"]
-        cells = [_effective(samplers.get(sampler)) for sampler in (OURS, "nuts")]
-        cells += [_ratio(samplers), _effective(samplers.get(NUTS_DENSE)), _ratio(samplers, NUTS_DENSE)]
+        cells = [_effective(samplers.get(sampler)) for sampler in (OURS, "nuts")] + [_ratio(samplers)]
+        cells += [_effective(samplers.get(NUTS_DENSE)), _ratio(samplers, NUTS_DENSE)] if is_dense else []
         cells += [_effective(samplers.get(MAMS)), _effective(_best(samplers))]
-        cells += [_adaptation(samplers.get(sampler)) for sampler in (OURS, "nuts", NUTS_DENSE, MAMS)]
+        cells += [_adaptation(samplers.get(sampler)) for sampler in rivals]
         lines.append(f"| `{name}` | {row['dim']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

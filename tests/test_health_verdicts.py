@@ -205,7 +205,7 @@ def test_chains_that_start_close_together_prove_little() -> None:
     model = nn.Linear(4, 1)
     near = [{name: x + 1e-3 * torch.randn_like(x) for name, x in model.state_dict().items()} for _ in range(4)]
     apart = [{name: torch.randn_like(x) for name, x in model.state_dict().items()} for _ in range(4)]
-    options: dict[str, Any] = {"num_draws": 200, "gap": 10, "burn_in": 600, "progress": False, "stacked": True, "num_chains": 4}
+    options: dict[str, Any] = {"num_draws": 500, "gap": 10, "burn_in": 600, "progress": False, "stacked": True, "num_chains": 4}
     found = {}
     for name, initial in (("near", near), ("apart", apart)):
         posterior = sample(model, (INPUTS, VALUES), squares, prior=Gaussian(), initial=initial, **options)
