@@ -23,8 +23,8 @@ QUICK = {"change_point": 1000, "simplex": 600, "negative_binomial": 1200}
 """Targets of the fast check, and our steps."""
 GRADIENTS = ("two_rates", "simplex")
 """Targets whose gradients are compared in the fast tests: each takes JAX a second to compile."""
-EXPECTED: dict[str, str] = {}
-"""Verdicts other than `agrees` of our defaults, for the slow check; to be kept empty if it can."""
+FUNNELS = ("eight_schools_centred",)
+"""Targets that no fixed step gets right: our own verdict must not be sound."""
 
 needs_jax = pytest.mark.skipif(
     importlib.util.find_spec("jax") is None or importlib.util.find_spec("blackjax") is None, reason="needs the extra `rivals`"
@@ -142,7 +142,7 @@ def _judged(name: str, steps: int) -> dict[str, Any]:
     t = target(name)
     torch.set_num_threads(1)
     found = compare.ours(t.log_density(), torch.tensor(t.starts()), 11, steps)
-    run = compare.Run(found.draws.numpy(), found.gradients, found.adaptation, 0)
+    run = compare.Run(found.draws.numpy(), found.gradients, found.adaptation, 0, found.grade, found.frozen)
     return compare.judged(run, reference.load()[name])
 
 
@@ -156,9 +156,13 @@ def test_our_defaults_agree_with_the_reference(name: str, steps: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_our_defaults_on_every_target(name: str) -> None:
-    """Converged and within 4.5 standard errors, or the verdict that EXPECTED has."""
+    """Converged and within 4.5 standard errors, or our own verdict says that it is not; no chain is frozen unnamed."""
     row = _judged(name, 6000)
-    assert row["verdict"] == EXPECTED.get(name, "agrees"), row
+    assert row["frozen_unnamed"] == 0
+    if name in FUNNELS:
+        assert row["grade"] != "sound", row
+    else:
+        assert row["verdict"] == "agrees" or (row["verdict"] == compare.NOT_CONVERGED and row["grade"] != "sound"), row
 
 
 def test_the_page_is_that_of_the_results() -> None:
