@@ -29,6 +29,13 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "chains that freeze in the last window stay frozen",
+        "samplers/adaptation.py",
+        "    of._length = max(_RESCUE, _LAST_WINDOW // of._num_chains)\n    of._start_window()\n    return True",
+        "    return False",
+        "tests/test_persistence.py",
+    ),
+    Mutant(
         "the velocity is kept as long as it costs most",
         "samplers/persistence.py",
         "best = int(costs.argmin())",

@@ -110,3 +110,25 @@ def test_steps_of_frozen_chains_are_shortened_fast_and_grow_again() -> None:
     assert tune._new_own().tolist() == [4.0, 2.0, 1.0, 1.0]
     tune._rates = torch.tensor([0.95, 0.8, 0.8, 0.8], dtype=torch.float64)
     assert tune._new_own().tolist() == [2.0, 1.0, 1.0, 1.0]  # never longer than those of the others
+
+
+@pytest.mark.parametrize("num_chains", [2, 6])
+def test_a_chain_that_freezes_in_the_last_window_gets_shorter_steps_until_it_moves(num_chains: int) -> None:
+    """Two chains have no steps of their own, and no further windows."""
+    adaptation = Adaptation(BurnIn(max_steps=300), target=0.8, num_params=2, velocity=True)
+    size, steps = torch.ones(num_chains, dtype=torch.float64), 0
+    generator = torch.Generator().manual_seed(0)
+    while not adaptation.is_done:
+        rates = torch.full((num_chains,), 0.8, dtype=torch.float64)
+        if adaptation._is_last and float(size[0] / size[1]) > 0.2:
+            rates[0] = 0.0
+        level = torch.randn(num_chains, generator=generator).double()
+        change = adaptation.observe(rates, level, torch.full((num_chains,), math.nan), None, 1.0, params=None)
+        size, steps = size * change.factor, steps + 1
+    if num_chains == 2:
+        assert adaptation.frozen == [0]
+        assert steps <= 300
+    else:
+        assert adaptation.frozen == []
+        assert float(size[0] / size[1]) == pytest.approx(0.125)
+        assert steps <= 300 + 2 * 100

@@ -465,7 +465,8 @@ class Adaptation:
 
 def _has_rescued(of: Adaptation) -> bool:
     """Whether chains that froze in the last window get shorter steps, and some more steps to show that they move."""
-    if not of.frozen or not of._takes_own or of.settings.num_steps is not None or of.budget.is_over:
+    has_own = of._takes_own and of._num_chains > 2
+    if not of.frozen or not has_own or of.settings.num_steps is not None or of.budget.is_over:
         return False
     of._num_rescues += 1
     if of._num_rescues > _MOST_RESCUES:
