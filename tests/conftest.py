@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,13 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import ArviZ once before the test processes do: its first import of a day writes a file, and two at a time collide."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        with contextlib.suppress(ImportError), warnings.catch_warnings(action="ignore"):
+            import arviz  # noqa: F401
 
 
 @pytest.fixture
