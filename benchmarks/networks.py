@@ -2,6 +2,7 @@
 
     python -m benchmarks.networks reference [--device cuda] [--chains 128]     # writes benchmarks/reference/*.safetensors
     python -m benchmarks.networks compare [--gradients 5000] [--chains 8]      # prints the table of the docs
+    python -m benchmarks.networks optimizers                                   # only the rows of `Underdamped`, as a user has it
     python -m benchmarks.networks two-sided [--output docs/assets/two_sided.png]
 
 The data ship with scikit-learn. Tanh networks, weights N(0, 4 / fan-in), biases N(0, 1), lambda = 1: diabetes 10-50-1 (squared
@@ -274,7 +275,7 @@ def measure(p: Problem, kernel: Kernel, initial: Tensor, gradients: int, per_ste
     }
 
 
-def run_defaults(p: Problem, num_steps: int, seed: int = 0) -> dict[str, float]:
+def run_defaults(p: Problem, gradients: int, seed: int = 0, **options: Any) -> dict[str, float]:
     """`Underdamped` as a user has it: one chain in the optimizer API, nothing tuned by hand."""
     reference = load_reference(p.name)
     model = p.model()
@@ -285,21 +286,21 @@ def run_defaults(p: Problem, num_steps: int, seed: int = 0) -> dict[str, float]:
         prior=p.prior(model),
         fixed_data=True,
         generator=torch.Generator().manual_seed(seed),
+        **options,
     )
 
     def closure() -> Tensor:
         return p.losses(model(p.inputs))
 
-    burn_in = 0
     while sampler.is_adapting:
         sampler.step(closure)
-        burn_in += 1
-    draws, potentials = [], []
-    for step in range(num_steps):
-        sampler.step(closure)
-        potentials.append(float(sampler.info.potential))
-        if step % 4 == 3:
-            draws.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+    draws, potentials, used = [], [], 0.0
+    while used < gradients:
+        for _ in range(4):
+            sampler.step(closure)
+            potentials.append(float(sampler.info.potential))
+        draws.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+        used = sampler.chains.health_sums()[0]["num_gradients"]
     kept = torch.stack(draws)
     values = p.predict(kept)
     health = sampler.health()
@@ -308,8 +309,10 @@ def run_defaults(p: Problem, num_steps: int, seed: int = 0) -> dict[str, float]:
         "sd": float(values.std(0).mean() / reference.sd.mean()),
         "acceptance": health.acceptance,
         "U": sum(potentials) / len(potentials),
-        "ess": float(effective_size(outputs(p, kept[None])).median()) / num_steps,
-        "burn_in": burn_in,
+        "ess": float(effective_size(outputs(p, kept[None])).median()) / used,
+        "ess_potential": float(effective_size(torch.tensor(potentials).double()[None, :, None])) / used,
+        "gradients_per_step": used / len(potentials),
+        "burn_in": sampler.warm_up.num_gradients,
         "healthy": float(health.is_healthy),
     }
 
@@ -356,6 +359,29 @@ def contenders(p: Problem, initial: Tensor) -> dict[str, tuple[Kernel, Tensor, i
     }
 
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "**`Underdamped`, one chain, at its defaults**": {},
+    "the same with `num_chances=1`": {"num_chances": 1},
+    'the same with `preconditioner="kron"`': {"preconditioner": "kron"},
+}
+
+
+def optimizers(p: Problem, gradients: int, num_seeds: int = 4) -> dict[str, str]:
+    """One chain in the optimizer API, means over seeds: its columns of the table."""
+    found = {}
+    for label, options in OPTIMIZERS.items():
+        runs = [run_defaults(p, gradients, seed, **options) for seed in range(num_seeds)]
+        d = {key: sum(run[key] for run in runs) / num_seeds for key in runs[0]}
+        found[label] = f"{d['W2']:.2f} ({d['sd']:.2f}) | {1e3 * d['ess']:.1f} | {d['acceptance']:.2f}"
+        most = max(run["burn_in"] for run in runs)
+        print(
+            f"{p.name}: {label}: {found[label]} | U {d['U']:.0f} with {1e3 * d['ess_potential']:.1f} effective draws, "
+            f"{d['gradients_per_step']:.2f} gradients a step, at most {most:.0f} gradients of burn-in",
+            flush=True,
+        )
+    return found
+
+
 def compare(names: Sequence[str], gradients: int, num_chains: int) -> None:
     """The table of the docs."""
     cells: dict[str, list[str]] = {}
@@ -367,10 +393,8 @@ def compare(names: Sequence[str], gradients: int, num_chains: int) -> None:
             text = f"{m['W2']:.2f} ({m['sd']:.2f}) | {1e3 * m['ess']:.1f} | {m['acceptance']:.2f}"
             print(f"{name}: {label}: {text} | U {m['U']:.0f}", flush=True)
             cells.setdefault(label, []).append(text)
-        d = run_defaults(p, gradients)
-        text = f"{d['W2']:.2f} ({d['sd']:.2f}) | {1e3 * d['ess']:.1f} | {d['acceptance']:.2f}"
-        print(f"{name}: `Underdamped` at its defaults: {text} | U {d['U']:.0f}, burn-in {d['burn_in']:.0f}", flush=True)
-        cells.setdefault("**`Underdamped`, one chain, at its defaults**", []).append(text)
+        for label, text in optimizers(p, gradients).items():
+            cells.setdefault(label, []).append(text)
     print("\n| kernel | " + " | ".join(f"{n}: W2 (sd) | ESS | acceptance" for n in names) + " |")
     print("|---" * (1 + 3 * len(names)) + "|")
     for label, row in cells.items():
@@ -405,7 +429,7 @@ def draw_two_sided(output: Path, name: str = "digits", num_steps: int = 3000) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", choices=["reference", "compare", "two-sided"])
+    parser.add_argument("job", choices=["reference", "compare", "optimizers", "two-sided"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--chains", type=int, default=None)
     parser.add_argument("--steps", type=int, default=2400)
@@ -416,6 +440,9 @@ def main() -> None:
     if arguments.job == "reference":
         for name in arguments.names:
             make_reference(name, arguments.device, arguments.chains or 128, arguments.steps)
+    elif arguments.job == "optimizers":
+        for name in arguments.names:
+            optimizers(problem(name), arguments.gradients)
     elif arguments.job == "compare":
         compare(arguments.names, arguments.gradients, arguments.chains or 8)
     else:

@@ -362,7 +362,6 @@ def test_it_says_what_it_is_and_what_it_cannot_do() -> None:
     sampler = optimizer(model)
     said = sampler.describe()
     assert "corrected stochastic MALA" in said
-    assert sampler.gradients_per_step == 1
     assert "approximate: it samples prior * prod_i (exp(-1.5 lambda loss_i) + 1 - rho), rho = 0.5" in said
     norm = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     with pytest.raises(PerExampleLossRequired, match="uses the statistics of its batch"):

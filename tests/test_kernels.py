@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from scipy import stats
+from torch import Tensor
 
 from adammcmc import AlwaysAccept, BurnIn, ChainState, Density, FullData, Kernel, Minibatch, kernels, sample_density, warm_up
+from adammcmc.target.randomness import Randomness
 from benchmarks import bias
 from tests.targets import TARGETS, KnownTarget
 
@@ -40,12 +42,17 @@ EXACT = {
     ),
     "underdamped, three leapfrog steps": lambda h, dim: kernels.underdamped(math.sqrt(2 * h), num_leapfrog=3),
     "underdamped, jittered": lambda h, dim: kernels.underdamped(1.5 * math.sqrt(2 * h), 1.0, jitter=0.8),
+    "underdamped, many chances": lambda h, dim: kernels.underdamped(2.5 * math.sqrt(2 * h), 0.3, num_chances=6),
+    "underdamped, three chances, fresh uniform": lambda h, dim: kernels.underdamped(
+        2.5 * math.sqrt(2 * h), 0.5, num_chances=3, persistent_uniform=False, jitter=0.5
+    ),
     "hmc": lambda h, dim: kernels.hmc(0.4 * math.sqrt(2 * h), 4),
     "microcanonical": lambda h, dim: kernels.microcanonical(math.sqrt(2 * h)),
     "microcanonical, fresh uniform": lambda h, dim: kernels.microcanonical(2 * math.sqrt(2 * h), persistent_uniform=False),
     "microcanonical, preconditioned": lambda h, dim: kernels.microcanonical(
         math.sqrt(2 * h), 1.0, preconditioner=torch.linspace(0.5, 1.5, dim).double()
     ),
+    "microcanonical, many chances": lambda h, dim: kernels.microcanonical(2 * math.sqrt(2 * h), 0.5, num_chances=6),
     "microcanonical, jittered": lambda h, dim: kernels.microcanonical(1.5 * math.sqrt(2 * h), 1.0, jitter=0.8),
     "microcanonical, new directions": lambda h, dim: kernels.microcanonical(0.7 * math.sqrt(2 * h), math.inf, num_leapfrog=4),
     "exact_adam_mcmc": lambda h, dim: exact_adam(h),
@@ -124,6 +131,60 @@ def test_acceptance_is_twice_the_probability_of_a_rise(name: str) -> None:
     accepted, rises = info.is_accepted.double().mean(1), (info.log_ratio > 0).double().mean(1)
     difference = accepted - 2 * rises
     assert abs(float(difference.mean())) < 4.5 * float(difference.std()) / math.sqrt(len(difference))
+
+
+class Still(kernels.UnderdampedKernel):
+    """Without anything random: no refresh (friction 0), and a uniform number that stays."""
+
+    def _moved(self, last: Tensor, generator: Randomness) -> Tensor:
+        return last
+
+
+@pytest.mark.parametrize("num_leapfrog", [1, 2])
+def test_a_trajectory_with_many_chances_comes_back_when_it_is_turned(num_leapfrog: int) -> None:
+    """T F T = F, F the flip: from the accepted point the way back passes the same refused points, and ends at the start."""
+    plain = kernels.underdamped(0.9, 0.0, num_chances=5, num_leapfrog=num_leapfrog)
+    kernel = Still(**{field.name: getattr(plain, field.name) for field in fields(plain)})
+    density = Density(lambda x: -0.5 * (x * torch.tensor([1.0, 1.5]).double()).square().sum(1) - 0.25 * x.pow(4).sum(1))
+    generator = torch.Generator().manual_seed(0)
+    state = kernel.init(0.7 * torch.randn(4000, 2, dtype=torch.float64, generator=generator), density)
+    state = state._replace(memory=kernel._fresh((state.params,), generator))
+    refused = []
+    for num_chances in (1, 2, 5):
+        _, info = replace(kernel, num_chances=num_chances).step(state, density, generator)
+        refused.append(int((~info.is_accepted).sum()))
+    assert refused[0] > refused[1] + 50 > refused[2] + 100 > 200  # some are accepted at once, some later, some never
+
+    there, _ = kernel.step(state, density, generator)
+    turned = there.memory._replace(momentum=tuple(-p for p in there.memory.momentum))
+    back, _ = kernel.step(there._replace(memory=turned), density, generator)
+    torch.testing.assert_close(back.params, state.params)
+    torch.testing.assert_close(back.memory.momentum[0], -state.memory.momentum[0])
+    torch.testing.assert_close(back.memory.uniform, state.memory.uniform)
+    assert state.here is not None
+    assert back.here is not None
+    torch.testing.assert_close(back.here.losses, state.here.losses)
+    torch.testing.assert_close(back.here.grad, state.here.grad)
+
+
+def test_each_chain_uses_only_the_chances_that_it_needs() -> None:
+    """All chains of a step are evaluated together; a step ends when none is refused any more."""
+    count = 0
+
+    def density(x: Tensor) -> Tensor:
+        nonlocal count
+        count += x.requires_grad
+        return -0.5 * x.square().sum(1)
+
+    start = torch.full((1, 3), 0.5, dtype=torch.float64)
+    sample_density(density, start, kernels.underdamped(0.01, num_chances=9), num_steps=40)
+    few, count = count, 0
+    _, info = sample_density(density, start, kernels.underdamped(1.7, num_chances=9), num_steps=40)
+    assert 40 <= few <= 44 < count < 9 * 40
+    assert float(info.is_accepted.double().mean()) > 1.2 * float(info.acceptance_rate.mean())  # that of the first move
+    assert "up to 9 times" in str(kernels.underdamped(0.1, num_chances=9))
+    with pytest.raises(ValueError, match="num_chances"):
+        kernels.underdamped(0.1, num_chances=0)
 
 
 def test_a_full_refresh_is_mala() -> None:

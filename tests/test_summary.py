@@ -338,7 +338,7 @@ SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_gradients_are_counted_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the manifest claims, against evaluations with a gradient in runs of two lengths (the first may need one more)."""
+    """What the summary reports, against evaluations with a gradient in runs of two lengths (the first may need one more)."""
     sampler, options = SAMPLERS[name]
     count = 0
     evaluate = ClosurePotential.evaluate
@@ -349,14 +349,14 @@ def test_gradients_are_counted_right(name: str, monkeypatch: pytest.MonkeyPatch)
         return evaluate(self, *args, **more)
 
     monkeypatch.setattr(ClosurePotential, "evaluate", counted)
-    counts, posterior = [], None
+    counts, reported = [], []
     for num_draws in (4, 14):
         count = 0
         posterior = sample(network(), sampler=sampler, num_draws=num_draws, gap=2, burn_in=0, num_chains=1, **options)
         counts.append(count)
-    assert posterior is not None
-    assert counts[1] - counts[0] == 20 * posterior.store.manifest["gradients_per_step"]
-    assert posterior.summary().num_gradients == 28 * posterior.store.manifest["gradients_per_step"]
+        reported.append(posterior.summary().num_gradients)
+    assert counts[1] - counts[0] == reported[1] - reported[0] >= 20
+    assert reported[1] <= counts[1] <= reported[1] + 2
 
 
 # --- the parts ------------------------------------------------------------------------------------------------------------

@@ -44,6 +44,8 @@ class Body(NamedTuple):
     loss_dtype: torch.dtype
     known: tuple[Leaves, Leaves] | None
     """A point of the step and the gradient of V there."""
+    num_gradients: float
+    """Of the step."""
     alive: Any = None
     """What must live as long as the graph."""
 

@@ -20,8 +20,8 @@ def has_one_pass(kernel: Any) -> bool:
     """Whether there is one for this kernel."""
     if isinstance(kernel, AdamMCMCKernel):  # of these very types: a subclass may draw other noise
         return type(kernel.direction) is Adam and type(kernel.proposal) in (Prolate, Elementwise)
-    is_plain = type(kernel) is UnderdampedKernel and kernel.num_leapfrog == 1 and kernel.acceptance.needs_noise
-    return is_plain and not isinstance(kernel.preconditioner, Scaling)
+    is_plain = type(kernel) is UnderdampedKernel and kernel.num_leapfrog == 1 and kernel.num_chances == 1
+    return is_plain and kernel.acceptance.needs_noise and not isinstance(kernel.preconditioner, Scaling)
 
 
 def one_pass(kernel: Any, params: Leaves, copy: Leaves, memory: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from adammcmc.acceptance import AcceptanceTest, Minibatch
 from adammcmc.kernels.arguments import check_preconditioner, checked, times
 from adammcmc.kernels.backend import UnderdampedBackend
-from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, settle
+from adammcmc.kernels.kernel import ChainState, Info, Kernel, Once, mean_loss, settle
 from adammcmc.kernels.proposal import Move
 from adammcmc.kernels.scaling import Dense, Scaling, forces, moves
 from adammcmc.kernels.words import preconditioner_in_words, setting
@@ -23,10 +23,12 @@ from adammcmc.target.leaves import (
     by_chain,
     flatten,
     inner,
+    is_finite,
     same,
     select,
     spread_settings,
     standard_normal,
+    unflatten,
     widen,
 )
 from adammcmc.target.potential import Evaluation, Potential
@@ -36,8 +38,18 @@ __all__ = ["Momentum", "UnderdampedKernel", "hmc", "underdamped"]
 
 _KEPT = 0.97  # of the momentum at each step, where neither friction nor A is given
 # in units of A^1/2, where A is given: a dense one leaves no direction long, others do (docs/exact.md has what was measured)
-_FRICTION, _FRICTION_DENSE = 0.18, 0.7
+_FRICTION, _FRICTION_DENSE = 0.4, 0.7
 _SHIFT = 0.05  # of the persistent uniform at each step
+
+
+class _Reached(NamedTuple):
+    """The last point of a trajectory whose points so far were refused."""
+
+    params: Leaves
+    here: Evaluation
+    momentum: Leaves
+    log_ratio: Tensor
+    """Y of this point, against that from which the trajectory started."""
 
 
 class Momentum(NamedTuple):
@@ -47,6 +59,18 @@ class Momentum(NamedTuple):
     """p = A^-1/2 v, N(0, I) at rest: the velocity in whitened units, so that a new A does not touch it."""
     uniform: Tensor
     """(chains,), float64, uniform on (-1, 1) at rest; its absolute value decides."""
+
+
+def _raised(decides: Tensor, is_accepted: Tensor, log_ratio: Tensor) -> Tensor:
+    """What is accepted keeps its height |uniform| * density, so that the number is uniform again (Neal 2020)."""
+    return torch.where(is_accepted, decides * torch.exp(-log_ratio.nan_to_num(nan=0.0)), decides)
+
+
+def _chosen(mask: Tensor, yes: Evaluation, no: Evaluation) -> Evaluation:
+    assert yes.grad is not None
+    assert no.grad is not None
+    losses, log_prior = select(mask, (yes.losses, yes.log_prior), (no.losses, no.log_prior))
+    return Evaluation(losses, log_prior, select(mask, yes.grad, no.grad))
 
 
 @dataclass(frozen=True)
@@ -65,6 +89,8 @@ class UnderdampedKernel(Kernel):
     """A faster way to compute a step with one leapfrog step and a test; None: as written here."""
     jitter: float = 0.0
     """Each chain's step is h (1 + jitter (2 u - 1)), u uniform and new at each step."""
+    num_chances: int = 1
+    """Leapfrog moves that may be tried in a row before the momentum is flipped."""
     target_acceptance: ClassVar[float] = 0.85
 
     def init(self, params: Any, potential: Potential) -> ChainState:
@@ -104,11 +130,46 @@ class UnderdampedKernel(Kernel):
             flipped = tuple(-p for p in before)  # on rejection: without it momentum is created from nothing
             is_refused = finish.value is None and self.acceptance.needs_noise  # before p' was known
             momentum = flipped if is_refused else select(info.is_accepted, finish()[1], flipped)
-        return state._replace(memory=Momentum(momentum, self._raised(decides, info))), info
+        log_ratio = info.log_ratio
+        if self._has_more_chances(potential) and finish.value is not None:
+            reached = _Reached(move.proposed, there(), finish()[1], log_ratio)
+            state, info, momentum, log_ratio = self._try_on(state, info, momentum, reached, decides, potential)
+        return state._replace(memory=Momentum(momentum, _raised(decides, info.is_accepted, log_ratio))), info
 
-    def _raised(self, decides: Tensor, info: Info) -> Tensor:
-        """What is accepted keeps its height |uniform| * density, so that the number is uniform again (Neal 2020)."""
-        return torch.where(info.is_accepted, decides * torch.exp(-info.log_ratio.nan_to_num(nan=0.0)), decides)
+    def _has_more_chances(self, potential: Potential) -> bool:
+        """Whether a refused proposal is followed by another: where Y is exact, and compared with one uniform number."""
+        test = self.acceptance
+        return self.num_chances > 1 and potential.fixed and test.is_metropolis and test.uses_batch_only
+
+    def _try_on(
+        self, state: ChainState, info: Info, momentum: Leaves, reached: _Reached, decides: Tensor, potential: Potential
+    ) -> tuple[ChainState, Info, Leaves, Tensor]:
+        """Follow the trajectories of refused proposals until a point of each is accepted, or `num_chances` are used up.
+
+        Returns state, info and momentum with what was accepted, and Y of each chain's accepted point.
+        """
+        params, structure = flatten(state.params)
+        here, loss, log_ratio, height = state.here, info.proposed_loss, info.log_ratio, decides.abs().log()
+        assert here is not None
+        is_moving = ~info.is_accepted & (state.frozen_at < 0) & is_finite(log_ratio)
+        is_accepted = info.is_accepted
+        for _ in range(self.num_chances - 1):
+            if not bool(is_moving.any()):
+                break
+            move, half_way = self._leapfrog(reached.params, reached.here, reached.momentum, potential)
+            # chains that are settled stay where they are: their layers' buffers must be those of that point
+            proposed = select(is_moving, move.proposed, params)
+            there = potential.evaluate_some(proposed, is_moving)
+            gained, after = self._arrive(reached.momentum, half_way, there, potential.scale)
+            y = reached.log_ratio + gained - potential.compare(reached.here, there)
+            reached = _Reached(proposed, there, after, y)
+            is_found = is_moving & (height < y)
+            params, momentum = select(is_found, proposed, params), select(is_found, after, momentum)
+            here = _chosen(is_found, there, here)
+            loss, log_ratio = select(is_found, (mean_loss(there), y), (loss, log_ratio))
+            is_accepted, is_moving = is_accepted | is_found, is_moving & ~is_found & is_finite(y)
+        state = state._replace(params=unflatten(params, structure), here=here)
+        return state, info._replace(is_accepted=is_accepted, proposed_loss=loss), momentum, log_ratio
 
     def restored(self, fields: tuple[Any, ...]) -> Momentum:
         """The memory from its fields, as a checkpoint has them."""
@@ -117,7 +178,14 @@ class UnderdampedKernel(Kernel):
     @property
     def num_evaluations(self) -> int:  # type: ignore[override]
         """Of the loss in a step."""
-        return 1 + self.num_leapfrog
+        return 1 + self.num_leapfrog * self.num_chances
+
+    @property
+    def is_capturable(self) -> bool:  # type: ignore[override]
+        """Not if the host decides how often a trajectory is followed."""
+        return self.num_chances == 1
+
+    why_not_capturable = "looks after each move whether another chance is needed (`num_chances`)"
 
     @property
     def _is_unadjusted(self) -> bool:
@@ -223,7 +291,8 @@ class UnderdampedKernel(Kernel):
         return [
             setting("step size", self.step_size) + (f" +- {self.jitter:.0%}" if self.jitter else ""),
             memory,
-            f"{self.num_leapfrog} leapfrog step{'s' * (self.num_leapfrog > 1)}",
+            f"{self.num_leapfrog} leapfrog step{'s' * (self.num_leapfrog > 1)}"
+            + (f", up to {self.num_chances} times" if self.num_chances > 1 else ""),
             preconditioner_in_words(self.preconditioner),
         ]
 
@@ -237,6 +306,7 @@ def underdamped(
     preconditioner: Any = None,
     acceptance: AcceptanceTest | None = None,
     jitter: float = 0.0,
+    num_chances: int = 1,
 ) -> UnderdampedKernel:
     r"""Metropolised underdamped Langevin dynamics (Horowitz 1991): momentum and Metropolis, combined exactly. **Recommended.**
 
@@ -244,6 +314,8 @@ def underdamped(
         v1 = v - (h/2) A g(theta),  tau = theta + h v1,  v2 = v1 - (h/2) A g(tau),      g = grad U, h = step_size
         Y = U(theta) - U(tau) + (v' A^-1 v - v2' A^-1 v2) / 2
         accept: (tau, v2);  reject: (theta, -v)
+        with `num_chances` = K:  (tau, v2) is followed for up to K - 1 more such moves, and the first point whose Y, from theta
+        on, exceeds log |uniform| is accepted; reject if there is none
 
     Target: p ~ exp(-U), **exactly**, for a density, for fixed data, and with `FullData` for minibatch gradients too. The flip
     of the velocity on rejection is part of it. With `AlwaysAccept` it is the unadjusted sampler (kick, half drift, refresh,
@@ -254,7 +326,7 @@ def underdamped(
     Args:
         step_size: h. Tune it to an acceptance near 0.85. (A tensor (chains,) gives one value to each chain, a
             list one to each leaf.)
-        friction: how fast the velocity is forgotten. None is 0.18 in units of A^1/2 (0.7 with a dense A), and without an A
+        friction: how fast the velocity is forgotten. None is 0.4 in units of A^1/2 (0.7 with a dense A), and without an A
             keeps 0.97 of it at each step; `warm_up` tunes it where there are chains enough. `math.inf` is a full refresh:
             MALA with step h^2 / 2, or HMC if num_leapfrog > 1 (`hmc`).
         num_leapfrog: steps between two refreshes and tests.
@@ -266,8 +338,14 @@ def underdamped(
         acceptance: the test; `Minibatch()` by default.
         jitter: each chain and step has its own h, uniform between (1 - jitter) h and (1 + jitter) h and independent of where
             the chain is, so that chains do not wait long in places that are too narrow for h. Exact as well. Below 1.
+        num_chances: K, how many moves in a row may be tried before the velocity is flipped, all against one uniform number
+            (Campos and Sanz-Serna 2015). A flip undoes the way so far, and most refused trajectories come back, within a few
+            moves, to where they are accepted. Exact as well: on the way back from there the same points are refused. For
+            densities and fixed data with a Metropolis test. Each further move costs a gradient (of all chains of the run).
     """
     step_size = checked("step_size", step_size)
+    if type(num_chances) is not int or num_chances < 1:
+        raise ValueError(f"`num_chances` must be a whole number, at least 1, got {num_chances!r}.")
     if not 0 <= jitter < 1:
         raise ValueError(f"`jitter` must be at least 0 and below 1, got {jitter}.")
     if friction is not None and not friction >= 0:
@@ -286,7 +364,15 @@ def underdamped(
     if preconditioner is not None and not isinstance(preconditioner, Scaling):
         scaling, structure = flatten(preconditioner)
     return UnderdampedKernel(
-        step_size, friction, test, num_leapfrog, persistent_uniform, scaling, structure, jitter=float(jitter)
+        step_size,
+        friction,
+        test,
+        num_leapfrog,
+        persistent_uniform,
+        scaling,
+        structure,
+        jitter=float(jitter),
+        num_chances=num_chances,
     )
 
 

@@ -21,7 +21,7 @@ from adammcmc.target.leaves import Leaves, flatten, is_finite, select, unflatten
 from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness
 
-__all__ = ["ChainState", "Info", "Kernel"]
+__all__ = ["ChainState", "Info", "Kernel", "mean_loss"]
 
 _T = TypeVar("_T")
 
@@ -234,10 +234,10 @@ def _report(
     if potential.fixed and (there.value is not None or is_accepted.device.type != "cpu" or bool(is_accepted.any())):
         is_known_finite = is_known_finite & is_finite(_level(there()))
         is_accepted = is_accepted & is_known_finite  # without a test, too, a chain must not leave the support
-    loss = _mean_loss(here)
+    loss = mean_loss(here)
     info = Info(
         loss=loss,
-        proposed_loss=_unknown(healthy) if there.value is None else _mean_loss(there.value),
+        proposed_loss=_unknown(healthy) if there.value is None else mean_loss(there.value),
         log_q_ratio=_unknown(healthy) if log_q_ratio.value is None else log_q_ratio.value,
         log_ratio=verdict.log_ratio,
         acceptance_rate=verdict.acceptance_rate * (healthy & is_known_finite),
@@ -255,7 +255,7 @@ def _unknown(like: Tensor) -> Tensor:
     return torch.full_like(like, torch.nan, dtype=torch.float64)
 
 
-def _mean_loss(evaluation: Evaluation) -> Tensor:
+def mean_loss(evaluation: Evaluation) -> Tensor:
     """The mean loss of each chain, (chains,)."""
     losses = evaluation.losses
     return losses if losses.dim() == 1 else losses.mean(1)
@@ -263,4 +263,4 @@ def _mean_loss(evaluation: Evaluation) -> Tensor:
 
 def _level(evaluation: Evaluation) -> Tensor:
     """A number that is finite if and only if the loss and the log prior are."""
-    return _mean_loss(evaluation) + evaluation.log_prior
+    return mean_loss(evaluation) + evaluation.log_prior

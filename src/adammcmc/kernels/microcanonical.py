@@ -105,6 +105,7 @@ def microcanonical(
     preconditioner: Any = None,
     acceptance: AcceptanceTest | None = None,
     jitter: float = 0.0,
+    num_chances: int = 1,
 ) -> MicrocanonicalKernel:
     r"""Microcanonical (isokinetic) Langevin dynamics: momentum of constant length, turned by the force. With a test, **exact**.
 
@@ -127,7 +128,7 @@ def microcanonical(
         step_size: h, in units of `underdamped`: each weight moves by about h A^1/2.
         friction: how fast the direction is forgotten; None as for `underdamped`, `math.inf` is a new direction.
         num_leapfrog: steps between two refreshes and tests.
-        persistent_uniform, preconditioner, acceptance, jitter: as for `underdamped`.
+        persistent_uniform, preconditioner, acceptance, jitter, num_chances: as for `underdamped`.
     """
     like = underdamped(
         step_size,
@@ -137,6 +138,7 @@ def microcanonical(
         preconditioner=preconditioner,
         acceptance=acceptance,
         jitter=jitter,
+        num_chances=num_chances,
     )
     shared = {field.name: getattr(like, field.name) for field in fields(like) if field.name != "name"}
     return MicrocanonicalKernel(**shared)

@@ -216,8 +216,7 @@ class Diagnosis:
         rows = by_chain(self._made)
         times = [sum(r.get("seconds", math.nan) for r in rows[c]) for c in chains]
         seconds = max(times, default=math.nan) if self._posterior.store.is_stacked else sum(times)
-        steps = sum(max(r["health"]["num_steps"] for r in rows[c]) for c in chains)
-        return seconds, steps * self._manifest.get("gradients_per_step", math.nan)
+        return seconds, sum(max(r["health"].get("num_gradients", math.nan) for r in rows[c]) for c in chains)
 
 
 def layer_series(posterior: Posterior, chains: Sequence[int]) -> list[Series]:

@@ -44,7 +44,6 @@ def new_manifest(session: Session, loop: Loop) -> dict[str, Any]:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "target": session.describe(loop.chains),
         "target_at_first": session.describe(loop.chains, is_full=False),
-        "gradients_per_step": sampler.gradients_per_step,
         "chains": [_chain_options(sampler, session.factory, session.options(chain)) for chain in range(plan.num_chains)],
         "starts": [_checksum(state) for state in starts],
         **({} if members is None else {"members": members.record()}),

@@ -157,6 +157,8 @@ class Adaptation:
         """Whether the last step was the last of its window."""
         self.frozen: list[int] = []
         """Chains that did not move in the second half of the last window while others did."""
+        self.num_gradients = 0.0
+        """Of a network's chain, on average, in the steps so far."""
         self.agreement: float | None = None
         """The largest R-hat over U and coordinates in the last window with a level U, where chains are watched."""
         self._precision, self._shapes = precision, shapes
@@ -563,6 +565,7 @@ def _record(of: Adaptation, kernel: Any) -> WarmUp:
         kernel=kernel,
         params=None,
         num_steps=of._step,
+        num_gradients=round(of.num_gradients) if of.num_gradients else None,
         num_descent=0,
         num_approach=of._step if of.approach is not None else of._num_approach,
         step_size=float(torch.as_tensor(size, dtype=torch.float64).median()),

@@ -72,6 +72,16 @@ class NetworkPotential:
         """Those of the first evaluation, (chains,) or (chains, batch)."""
         self.known: tuple[Leaves, Leaves] | None = None
         """The first point of this step with a gradient, and the gradient of V there."""
+        self.num_gradients = 0.0
+        """Evaluations with a gradient, on average over the chains."""
+
+    def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
+        """See `Potential`."""
+        raise NotImplementedError
+
+    def evaluate_some(self, params: Leaves, chains: Tensor) -> Evaluation:
+        """See `Potential`."""
+        return self.evaluate(params, with_grad=True)
 
     def check_same(self, known: Evaluation) -> None:
         """Raise if this step's loss is not that of the last step, `known`, at the same weights."""
@@ -253,6 +263,7 @@ class Chains:
         """One transition of every chain, without a graph. Returns the batch's mean loss of each, (chains,)."""
         with self.on_device(), self.owner.same_layout():
             self.before_step()
+            had_none = self.here is None
             potential, state, info = self.transition(loss, batch, self.num_steps)
             self.network.commit(potential, state.params, info.is_accepted)
             self.memory, self.here, self.carry = self.owner.keep(state.memory), state.here, state.carry
@@ -263,7 +274,9 @@ class Chains:
                 self.network.remember(state.params)
             self.sum_acceptance += info.acceptance_rate
             self.last_info = info
-            self._after_step(potential, state, info)
+            # filling an empty cache, as after a resume, is not a cost of this step
+            fills_cache = had_none and self.here is not None
+            self._after_step(potential, state, info, potential.num_gradients - fills_cache)
             losses = potential.losses
             return info.loss if losses is None else info.loss.to(losses.dtype)
 
@@ -317,12 +330,13 @@ class Chains:
                 self._precision = self.network.quadratic_prior()
             kernel.backend.upload(kernel, self.owner.scale, self._precision)
 
-    def _after_step(self, potential: Any, state: ChainState, info: Info) -> None:
+    def _after_step(self, potential: Any, state: ChainState, info: Info, num_gradients: float) -> None:
         if self.num_steps == 0:
             self._measure_resolution(potential)
             _logger.info(self.describe())  # after the step, when the layers are known
         self.num_steps += 1
         if self.adaptation is not None and not self.adaptation.is_done:
+            self.adaptation.num_gradients += num_gradients
             grad = (None if potential.known is None else potential.known[1]) if state.here is None else state.here.grad
             numbers = info.acceptance_rate, info.potential, info.step_to_noise
             change = self.adaptation.observe(*numbers, grad, self.owner.scale, info.log_ratio, flatten(state.params)[0])
@@ -334,7 +348,7 @@ class Chains:
         known = potential.known
         if state.here is not None:
             known = None if state.here.grad is None else (state.params, state.here.grad)
-        self.watch((info, self.owner.scale), known)
+        self.watch((info, self.owner.scale), known, num_gradients)
 
     @property
     def generator(self) -> Any:
@@ -362,7 +376,7 @@ class Chains:
         """Whether the settings still change, so that nothing should be collected."""
         return self.adaptation is not None and not self.adaptation.is_done
 
-    def watch(self, step: Row, known: tuple[Leaves, Leaves] | None) -> None:
+    def watch(self, step: Row, known: tuple[Leaves, Leaves] | None, num_gradients: float) -> None:
         """Running sums; the temperature only at every tenth step, because it takes a pass over the weights.
 
         `known`: a point of the step, the present one if the target is kept there, and the gradient of V.
@@ -370,6 +384,7 @@ class Chains:
         if self.monitor is None:
             self.monitor = self.new_monitor()
         self.monitor.add(step)
+        self.monitor.num_gradients += num_gradients
         if self.monitor.num_steps in _LOOKS and not self._has_warned:
             self._has_warned = warn_off_target(self.monitor, self.num_chains, self._aim())
         if self.monitor.num_steps % 10 == 1 and known is not None:

@@ -118,6 +118,7 @@ class ClosurePotential(NetworkPotential):
         self.place(params)
         if not with_grad:
             return Evaluation(self._losses()[None], self.log_prior(params), None)
+        self.num_gradients += 1
         first = self._calls_backward is None
         losses, grads = self._differentiate()
         self._check_held()
@@ -206,6 +207,7 @@ class ClosurePotential(NetworkPotential):
 
     def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
         assert self._examples is not None
+        self.num_gradients += 1
         self.place(params)
         examples, rows = self._examples, weights[0].nonzero().flatten()
         total = torch.zeros((), dtype=torch.float64, device=weights.device)

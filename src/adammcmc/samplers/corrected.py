@@ -86,10 +86,6 @@ class CorrectedMALA(MALA):
         """
         return self._transition(lambda: self.chains.ordinary_step([], None))
 
-    @property
-    def gradients_per_step(self) -> int:
-        return 1  # at the proposal; the one at the current point is carried along with its batch
-
     def _kernel(self, packing: Packing) -> Kernel:
         return kernels.corrected_mala(
             [float(lr) for lr in self._options("lr")],

@@ -32,6 +32,8 @@ from adammcmc.target.priors import Prior
 
 __all__ = ["MALA", "ExactAdamMCMC", "Microcanonical", "Underdamped"]
 
+_CHANCES = 8  # docs/exact.md has what was measured
+
 Metric = Sequence[Tensor] | Sequence[Turned]
 """A for each trainable parameter: a diagonal, or a diagonal with the bases of rows and columns that it is in."""
 
@@ -173,10 +175,14 @@ class Underdamped(_Preconditioned):
     Args:
         params: as for any optimizer. Groups may differ in step_size.
         step_size: h; None finds it in burn-in. Kept under torch's name "lr" in the parameter groups.
-        friction: how fast the velocity is forgotten; None is 0.18 in units of A^1/2.
+        friction: how fast the velocity is forgotten; None is 0.4 in units of A^1/2.
         num_data: the number of training examples n.
         prior: required, and proper.
         num_leapfrog: gradients between two refreshes and tests; with friction=math.inf that is HMC.
+        num_chances: how many moves in a row may be tried before the velocity is flipped (`adammcmc.kernels.underdamped`): more
+            gradients for a step, and more effective draws for a gradient. None is 8 on the CPU with `fixed_data=True`, and 1
+            elsewhere: a CUDA graph has the same steps for every move. (1 also for stacked chains of a network with buffers,
+            where all would be evaluated again for the one that tries longest.)
         persistent_uniform: shift the uniform number of the test instead of drawing a new one (Neal 2020): fewer reversals. None
             does so where the test allows it.
         preconditioner: A. None or "diagonal" learns a diagonal in burn-in; "kron" also turns each weight matrix into the basis
@@ -202,17 +208,13 @@ class Underdamped(_Preconditioned):
         prior: Prior,
         num_leapfrog: int = 1,
         persistent_uniform: bool | None = None,
+        num_chances: int | None = None,
         preconditioner: Literal["diagonal", "kron"] | Metric | None = None,
         **common: Unpack[Common],
     ) -> None:
         self.friction, self.num_leapfrog, self.persistent_uniform = friction, num_leapfrog, persistent_uniform
+        self.num_chances = num_chances
         super().__init__(params, step_size, {}, num_data=num_data, prior=prior, preconditioner=preconditioner, **common)
-
-    @property
-    def gradients_per_step(self) -> int:
-        if not self.acceptance.needs_noise and self.num_leapfrog == 1:
-            return 1  # no ratio is needed
-        return self.num_leapfrog + (0 if self.fixed_data else 1)
 
     def _kernel(self, packing: Packing) -> Kernel:
         return self._dynamics(
@@ -222,7 +224,13 @@ class Underdamped(_Preconditioned):
             persistent_uniform=self.persistent_uniform,
             preconditioner=self._preconditioner(packing),
             acceptance=self.acceptance,
+            num_chances=self._chances(),
         )
+
+    def _chances(self) -> int:
+        if self.num_chances is not None:
+            return self.num_chances
+        return _CHANCES if self.fixed_data and self.device.type == "cpu" else 1
 
     def _sigmas(self) -> list[float]:
         """The length of a drift, as far as rounding is concerned."""
@@ -241,8 +249,8 @@ class Underdamped(_Preconditioned):
         return memory if memory is not None and _fits(memory.momentum, packing) else None
 
     def _why_not_fused(self) -> str | None:
-        if self.num_leapfrog != 1 or not self.acceptance.needs_noise or self._will_adapt:
-            return "only a step with one leapfrog step, a test and settled settings is fused"
+        if self.num_leapfrog != 1 or self._chances() != 1 or not self.acceptance.needs_noise or self._will_adapt:
+            return "only a step with one leapfrog step, one chance, a test and settled settings is fused"
         return self._why_not_triton()
 
     def _new_backend(self, packing: Packing) -> Any:
@@ -312,10 +320,6 @@ class MALA(_Preconditioned):
     ) -> None:
         noise = {"sigma": sigma, "sigma_along": sigma_along}
         super().__init__(params, step_size, noise, num_data=num_data, prior=prior, preconditioner=preconditioner, **common)
-
-    @property
-    def gradients_per_step(self) -> int:
-        return 2 if self.acceptance.needs_noise and not self.fixed_data else 1
 
     def _kernel(self, packing: Packing) -> Kernel:
         return kernels.mala(

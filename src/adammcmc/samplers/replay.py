@@ -113,7 +113,8 @@ class ReplayedChains(Chains):
         self._set_graph_state(before)
         ring.write(info, self.sum_acceptance, self._clock)
         self.frozen_on_host.copy_(self.frozen_at, non_blocking=True)
-        return Body(kept, info.loss.dtype if potential.losses is None else potential.losses.dtype, known)
+        dtype = info.loss.dtype if potential.losses is None else potential.losses.dtype
+        return Body(kept, dtype, known, potential.num_gradients)
 
     def after_capture(self, body: Body) -> Body:
         """Complete what could not be done during the capture."""
@@ -152,5 +153,5 @@ class ReplayedChains(Chains):
         known = body.known
         if self.here is not None:
             known = None if self.here.grad is None else (self.network.take(), self.here.grad)
-        self.watch((ring.rows, ring.last, self.owner.scale), known)
+        self.watch((ring.rows, ring.last, self.owner.scale), known, body.num_gradients)
         return ring.loss(body.loss_dtype)

@@ -70,7 +70,7 @@ class RunningSums:
         self, device: torch.device, layers: Sequence[str] = (), sizes: Sequence[int] = (), num_chains: int = 1
     ) -> None:
         self.device, self.layers, self.sizes = device, list(layers), list(sizes)
-        self.num_steps = 0
+        self.num_steps, self.num_gradients = 0, 0.0
         self._num_chains = num_chains
         self.steps = BatchSums((num_chains, len(SERIES)), device)
         self.products = BatchSums((num_chains, len(self.layers)), device)
@@ -129,11 +129,12 @@ class RunningSums:
         return torch.cat(parts)
 
     def totals(self) -> list[dict[str, float]]:
-        """The sum of each series over all steps, and `num_steps`, of each chain."""
+        """The sum of each series over all steps, `num_steps` and `num_gradients`, of each chain."""
         self.settle()
         sums = self.steps.sums.sum(0)
         sums = sums + self._rows().sum(0) if self._pending else sums
-        return [{"num_steps": self.num_steps, **dict(zip(SERIES, row, strict=True))} for row in sums.tolist()]
+        counts = {"num_steps": self.num_steps, "num_gradients": self.num_gradients}
+        return [{**counts, **dict(zip(SERIES, row, strict=True))} for row in sums.tolist()]
 
     def restarted(self) -> RunningSums:
         """New sums that keep only the level of U at which the chain started."""
@@ -148,6 +149,7 @@ class RunningSums:
         parts = {"steps": self.steps, "products": self.products, "trace": self.trace}
         return {
             "num_steps": self.num_steps,
+            "num_gradients": self.num_gradients,
             **{name: (part.sums.clone(), part.per_batch, part.num_blocks) for name, part in parts.items()},
             "start": self.start,
             "change": self.change,
@@ -159,7 +161,8 @@ class RunningSums:
         """Continue from saved sums."""
         if state["steps"][0].shape != self.steps.sums.shape:
             raise IndexError(f"the sums are of {state['steps'][0].shape[1]} chains, not of {self._num_chains}")
-        self.num_steps, self.change = state["num_steps"], state.get("change", 0.0)
+        self.num_steps, self.num_gradients = state["num_steps"], state["num_gradients"]
+        self.change = state.get("change", 0.0)
         for name, part in (("steps", self.steps), ("products", self.products), ("trace", self.trace)):
             values, part.per_batch, part.num_blocks = state[name]
             part.sums = values.to(self.device, copy=True)

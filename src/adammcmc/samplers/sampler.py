@@ -332,11 +332,6 @@ class Sampler(Shell):
         """Let a chain that froze on a non-finite loss continue from where it stands."""
         self.chains.unfreeze()
 
-    @property
-    def gradients_per_step(self) -> int:
-        """Backward passes of the loss in one step."""
-        return 1
-
 
 def _plain(value: Any) -> Any:
     """A setting as a number: torch's schedulers write into tensors, whose identity means nothing."""

@@ -72,29 +72,48 @@ class StackedPotential(NetworkPotential):
         """The buffers as the last evaluation left them, had it been taken; None before the first."""
 
     def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
-        stack = self._stack
         log_prior = self._prior.log_density(params)
+        losses, grad = self._evaluate_loss(params, with_grad=with_grad)
+        self.losses = losses if self.losses is None else self.losses
+        if grad is None:
+            return Evaluation(losses, log_prior, None)
+        self.num_gradients += 1
+        grad = self._with_prior(grad, params)
+        if self.known is None:
+            self.known = params, grad
+        return Evaluation(losses, log_prior, grad)
+
+    def evaluate_some(self, params: Leaves, chains: Tensor) -> Evaluation:
+        if not self._stack.can_split:
+            return self.evaluate(params, with_grad=True)
+        rows = chains.nonzero().flatten()
+        self.num_gradients += len(rows) / len(chains)
+        some, slopes = self._evaluate_loss(tuple(x[rows] for x in params), with_grad=True)
+        assert slopes is not None
+        losses = some.new_full((len(chains), *some.shape[1:]), torch.nan).index_copy(0, rows, some)
+        grad = tuple(torch.zeros_like(x).index_copy(0, rows, g) for x, g in zip(params, slopes, strict=True))
+        return Evaluation(losses, self._prior.log_density(params), self._with_prior(grad, params))
+
+    def _evaluate_loss(self, params: Leaves, *, with_grad: bool) -> tuple[Tensor, Leaves | None]:
+        """The losses, and the gradient of their mean without the prior."""
+        stack = self._stack
         with torch.set_grad_enabled(with_grad):
             leaves = tuple(x.detach().requires_grad_(with_grad) for x in params)
             with stack.layers.modes(), stack.layers.same_numbers(self._numbers):
                 losses, self.moved = stack.model.call(stack.loss, leaves, stack.buffers, self._batch)
             _check(losses)
-            self.losses = losses.detach() if self.losses is None else self.losses
             if not with_grad:
-                return Evaluation(losses, log_prior, None)
+                return losses, None
             # chains do not meet in the sum, so that its gradient is that of each chain's own mean
             means = losses if losses.dim() == 1 else losses.mean(1)
             if not means.requires_grad:
                 raise ValueError("the loss does not depend on the weights by autograd: there is nothing to sample.")
-            grad = torch.autograd.grad(means.sum(), leaves, allow_unused=True, materialize_grads=True)
-        grad = self._with_prior(grad, params)
-        if self.known is None:
-            self.known = params, grad
-        return Evaluation(losses.detach(), log_prior, grad)
+            return losses.detach(), torch.autograd.grad(means.sum(), leaves, allow_unused=True, materialize_grads=True)
 
     def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
         stack, examples = self._stack, self._stack.examples
         assert examples is not None
+        self.num_gradients += 1
         total = torch.zeros(len(weights), dtype=torch.float64, device=weights.device)
         leaves = tuple(x.detach().requires_grad_() for x in params)
         grad: Leaves = tuple(torch.zeros_like(x) for x in params)
@@ -250,6 +269,8 @@ class StackedNetwork(Network):
         }
         self.model = VmappedModel(model, packing, frozen, self.num_chains)
         self.model.params.held = {name: torch.stack(each[name]) for name in held}
+        self.can_split = not (frozen or held or own)
+        """Whether some of the chains can be evaluated without the others."""
         self.buffers = self.model.buffers.join({name: torch.stack(each[name]) for name in own})
         self.prior = StackedPrior(setups[0].target.prior, self.model.params, self.params)
         self._precision = self.prior.precision_of_leaves()
@@ -323,6 +344,10 @@ class StackOwner(Owner):
 
     def kernel(self) -> Any:
         return self._kernel
+
+    def use_one_chance(self) -> None:
+        """Where all chains would be evaluated again for the few that are refused, by default."""
+        self._kernel = dataclasses.replace(self._kernel, num_chances=1)
 
     def use(self, kernel: Any) -> None:
         """Use this kernel from now on, with a backend where there is one."""
@@ -538,6 +563,8 @@ def stack(
     kernel = merged([setup.kernel for setup in setups], prototype.device)
     owner = StackOwner(prototype, kernel, targets, generator)
     network = StackedNetwork(model, loss, prototype.network, owner, setups, examples)
+    if not network.can_split and getattr(prototype, "num_chances", 0) is None:
+        owner.use_one_chance()
     try:
         memory = kernel.joined([setup.memory for setup in setups]) or kernel.first_memory(network.params)
     except ValueError as error:

@@ -29,7 +29,9 @@ class WarmUp:
     params: Any = field(repr=False)
     """Where the chains of a density are."""
     num_steps: int
-    """Steps, each with one gradient of every chain."""
+    """Steps."""
+    num_gradients: int | None
+    """Of each chain of a network, on average: a step without chances to try on (`num_chances`) has one."""
     num_descent: int
     """Evaluations of all chains before the first step, to bring in those far away (`samplers.descent`)."""
     num_approach: int
@@ -89,7 +91,9 @@ class WarmUp:
         rates = self.acceptance_by_chain
         worst = f", worst chain {min(rates):.2f}" if len(rates) > 1 else ""
         lines = [
-            f"burn-in: {self.num_steps} steps ({self.num_approach} without a test"
+            f"burn-in: {self.num_steps} steps"
+            + ("" if self.num_gradients is None else f" and {self.num_gradients} gradients")
+            + f" ({self.num_approach} without a test"
             + (f", after {self.num_descent} evaluations to bring in far chains" if self.num_descent > 1 else "")
             + f"){'' if math.isnan(self.seconds) else f', {self.seconds:.1f} s'}; {self.reason}",
             f"U by window: {self.levels}",

@@ -124,6 +124,10 @@ class DataDensity:
             self.known = params, grad
         return Evaluation(losses.detach(), log_prior.detach(), grad)
 
+    def evaluate_some(self, params: Leaves, chains: Tensor) -> Evaluation:
+        """See `Potential`."""
+        return self.evaluate(params, with_grad=True)
+
     def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
         rows = (weights != 0).any(0).nonzero().flatten()  # for any chain
         with torch.enable_grad():

@@ -98,6 +98,10 @@ class Potential(Protocol):
     def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
         """The losses, the log prior and, if requested, the gradient of V at `params`."""
 
+    def evaluate_some(self, params: Leaves, chains: Tensor) -> Evaluation:
+        """The same, with its gradient, of the chains in this mask, (chains,); the numbers of the others mean nothing."""
+        return self.evaluate(params, with_grad=True)
+
     def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
         """The same with (1/n) sum_i w_i l_i, (chains,), float64, in place of the mean loss, always with its gradient.
 

@@ -96,7 +96,6 @@ _PARTS: dict[str, dict[str, Check]] = {
         "target": _is(str),
         "target_at_first": _is(str),
         "chains": lambda x: isinstance(x, list) and all(map(_is_settings, x)),
-        "gradients_per_step": _is_number,
     },
     "configuration": {"num_chains": _is_positive, "num_draws": _is_positive, "stacked": _is(bool), "scan": _is(dict)},
     "data": {"num_data": _is_count, "fingerprint": _is(str), "all_rows": lambda x: x is None or isinstance(x, str)},
@@ -105,7 +104,7 @@ _PARTS: dict[str, dict[str, Check]] = {
     "versions": {"adammcmc": _is(str)},
 }
 """The entries of every manifest, by part, and what each must be."""
-_OPTIONAL = ("stacked", "scan", "noise", "chains", "gradients_per_step", "all_rows")
+_OPTIONAL = ("stacked", "scan", "noise", "chains", "all_rows")
 
 _COLUMNS: dict[str, Check] = {
     "step": _is_count,
