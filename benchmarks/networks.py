@@ -2,7 +2,7 @@
 
     python -m benchmarks.networks reference [--device cuda] [--chains 128]     # writes benchmarks/reference/*.safetensors
     python -m benchmarks.networks compare [--gradients 5000] [--chains 8]      # prints the table of the docs
-    python -m benchmarks.networks optimizers                                   # only the rows of `Underdamped`, as a user has it
+    python -m benchmarks.networks optimizers                                   # only the rows of `Underdamped` as an optimizer
     python -m benchmarks.networks two-sided [--output docs/assets/two_sided.png]
 
 The data ship with scikit-learn. Tanh networks, weights N(0, 4 / fan-in), biases N(0, 1), lambda = 1: diabetes 10-50-1 (squared

@@ -140,6 +140,7 @@ RECORD = WarmUp(
     kernel=None,
     params=None,
     num_steps=500,
+    num_gradients=620,
     num_descent=0,
     num_approach=100,
     step_size=0.1,

@@ -167,6 +167,32 @@ def test_every_chain_has_its_own_batch_statistics(name: str, batch_size: int | N
     assert "BatchNorm: batch statistics" in many.target
 
 
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_chains_that_try_on_are_those_of_a_run_one_after_the_other(batch_norm: bool) -> None:
+    """With refused trajectories of some chains followed, and buffers of the point where each chain stays."""
+    model = network(batch_norm=batch_norm, dtype=torch.float64)
+    sampler = partial(Underdamped, step_size=0.25, prior=Gaussian(), num_chances=6)
+    many, alone = run(model, sampler), run(model, sampler, stacked=False)
+    assert largest_difference(many, alone) < 1e-6
+    assert [r["num_accepted"] for r in many.index] == [r["num_accepted"] for r in alone.index]
+    last = [[posterior.chain(c)[-1] for c in range(3)] for posterior in (many, alone)]
+    gradients = [posterior.summary().num_gradients for posterior in (many, alone)]
+    if batch_norm:
+        assert all(int(a["1.num_batches_tracked"]) == int(b["1.num_batches_tracked"]) for a, b in zip(*last, strict=True))
+        assert gradients[0] > gradients[1] > 3 * 6 * 4, "a stack with buffers evaluates all chains again"
+    else:
+        assert gradients[0] == pytest.approx(gradients[1], rel=1e-6)
+        sums = [r["health"] for r in many.index]
+        assert sum(s["accepted"] for s in sums) > 1.05 * sum(s["rate"] for s in sums)  # some are accepted later
+
+
+def test_by_default_only_chains_that_can_be_evaluated_apart_try_on() -> None:
+    sampler = partial(Underdamped, step_size=0.25, prior=Gaussian(), fixed_data=True)
+    assert stack_of(network(), sampler).kernel().num_chances > 1
+    assert stack_of(network(batch_norm=True), sampler).kernel().num_chances == 1
+    assert stack_of(network(batch_norm=True), partial(sampler, num_chances=3)).kernel().num_chances == 3
+
+
 def test_buffers_are_put_back_on_rejection_chain_by_chain() -> None:
     model = network(batch_norm=True)
     stack = stack_of(model, ALGORITHM_1)
