@@ -139,8 +139,8 @@ def run(data: Data, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     members = adammcmc.train_members(model, data.train, loss, arguments.members, patience=20, seed=seed)
     print(f"seed {seed}: members {of_members(model, members, data.test)}, {members.seconds:.0f} s", flush=True)
     curve, began = Curve(data.test[0], arguments.every), time.perf_counter()
-    # the exact steps after the approach (85% of burn-in) take about 1.45 gradients each, as they follow refused proposals
-    left = arguments.gradients - 1.5 * draws * GAP
+    # exact steps, which begin after 85% of burn-in at the latest, take about 1.42 gradients: they follow refused proposals
+    most = (arguments.gradients - 1.42 * draws * GAP) / (0.85 + 0.15 * 1.42)
     posterior = adammcmc.sample(
         model,
         data.train,
@@ -149,7 +149,7 @@ def run(data: Data, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
         prior=Gaussian(1.0),
         num_draws=draws,
         gap=GAP,
-        burn_in=BurnIn(max_steps=max(1, int(left / 1.08))),
+        burn_in=BurnIn(max_steps=max(1, int(most))),
         num_chains=arguments.members,
         stacked=not arguments.sequential,
         initial=members,
