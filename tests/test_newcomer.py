@@ -33,6 +33,7 @@ def test_from_a_fresh_clone_to_a_spread(tmp_path: Path) -> None:
 
     [page] = re.findall(r"Report: file://(\S+\.html)", made.stdout)
     text = Path(page).read_text()
+    assert "No problems found: you can use these draws" in text
     assert "What was sampled" in text
     assert (clone / "demo.png").exists()
 

@@ -68,8 +68,8 @@ def panel_roc(axes: Any, prediction: Prediction, labels: Tensor) -> None:
     axes.grid(alpha=0.3)
 
 
-def panel_groups(axes: Any, prediction: Prediction, labels: Tensor) -> None:
-    """Posterior spread by true class and correctness: median and middle half of the jets."""
+def panel_groups(axes: Any, prediction: Prediction, labels: Tensor, beside: tuple[str, Prediction] | None = None) -> None:
+    """Posterior spread by true class and correctness: median and middle half of the jets. `beside`: medians of another run."""
     found = groups(scores_of(prediction), prediction.spread[:, 1], labels)
     ticks = []
     for place, (name, band) in enumerate(found.items()):
@@ -80,6 +80,11 @@ def panel_groups(axes: Any, prediction: Prediction, labels: Tensor) -> None:
         axes.hlines(middle, place - 0.3, place + 0.3, color=colour, linewidth=2.5)
         axes.annotate(f"{middle:.3f}", (place, high), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9)
         ticks.append(f"{LABELS[kind]}\n{word}\n({band.jets:,})")
+    if beside is not None:
+        name, other = beside
+        medians = [band.spread[1] for band in groups(scores_of(other), other.spread[:, 1], labels).values()]
+        axes.plot(medians, "kx", markersize=8, markeredgewidth=2, label=f"{name}, median")
+        axes.legend(loc="upper left")
     axes.set_xticks(range(len(found)), ticks)
     axes.set(ylabel="spread of the score, 75% - 25%", title="Posterior spread, by class and correctness")
     axes.margins(y=0.2)

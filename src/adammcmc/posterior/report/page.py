@@ -107,7 +107,7 @@ def write_report(
 _HEADLINES = {  # by grade: style, headline, comment
     "sick": ("bad", "Do not trust these draws", "The gravest problem comes first. The numbers behind it are below."),
     "undecided": ("unsure", "No problem was found, but not everything could be judged", ""),
-    "sound": ("good", "No problems found", ""),
+    "sound": ("good", "No problems found: you can use these draws", ""),
 }
 
 
