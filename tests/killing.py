@@ -64,6 +64,16 @@ SCENARIOS: dict[str, Any] = {
     },
     # adaptation of step size and preconditioner, exact, all data
     "underdamped": lambda: {"model": network(plain=True), "train": (X, Y), "num_draws": 40, "gap": 2, "burn_in": 150},
+    # batches without a test; burn-in learns scales, and compares two step sizes
+    "minibatch langevin": lambda: {
+        "model": network(plain=True),
+        "train": (X, Y),
+        "sampler": adammcmc.MinibatchLangevin,
+        "batch_size": 16,
+        "num_draws": 40,
+        "gap": 2,
+        "burn_in": adammcmc.BurnIn(num_steps=100, window=10),
+    },
     # batches for the gradient, all data for the test, only the last three draws and the moments
     "full data, last 3": lambda: {
         "model": network(plain=True),

@@ -463,10 +463,31 @@ MUTANTS = [
         "tests/test_uncertainty.py",
     ),
     Mutant(
+        "a fifth of the drag is missing",
+        "kernels/minibatch.py",
+        "-torch.expm1(-0.5 * self.noise_share * square)",
+        "-torch.expm1(-0.4 * self.noise_share * square)",
+        "tests/test_minibatch.py",
+    ),
+    Mutant(
+        "the prior's pull counts as noise",
+        "kernels/minibatch.py",
+        "grad = tuple(g - q for g, q in zip(grad, prior, strict=True))",
+        "grad = tuple(g - 0 * q for g, q in zip(grad, prior, strict=True))",
+        "tests/test_minibatch.py",
+    ),
+    Mutant(
+        "an error of half a step is taken for that of the step",
+        "samplers/side_by_side.py",
+        "((4 / 3, 2.0), (1 / 3, 1.0))",
+        "((1 / 3, 2.0), (1 / 12, 1.0))",
+        "tests/test_minibatch.py",
+    ),
+    Mutant(
         "examples served twice in an epoch",
         "target/data.py",
-        "rows = self._order[self._position * self.batch_size : (self._position + 1) * self.batch_size]",
-        "rows = self._order[: self.batch_size]",
+        "return slice(position * self.batch_size, (position + 1) * self.batch_size)",
+        "return slice(0, self.batch_size)",
         "tests/test_data.py",
     ),
     Mutant(

@@ -51,6 +51,7 @@ def test_every_sampler_and_test_of_the_library_can_be_named() -> None:
         "AsReleased",
         "ExactAdamMCMC",
         "CorrectedMALA",
+        "MinibatchLangevin",
     }
     assert next(iter(named_things("sampler"))) == "Underdamped"
     # (Tuna needs a bound, which is an object)
@@ -68,6 +69,7 @@ def test_options_of_samplers_are_all_their_numbers() -> None:
         filled = {
             "params",
             "num_data",
+            "batch_size",
             "generator",
             "examples",
             "fixed_data",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
-from adammcmc.target.data import Data, as_data, derive_seed
+from adammcmc.target.data import Data, Order, as_data, derive_seed
 
 X = torch.arange(40.0).reshape(20, 2)
 Y = torch.arange(20)
@@ -90,6 +90,53 @@ def test_an_epoch_is_a_permutation_and_the_next_one_another() -> None:
     first, second = (torch.cat([y for _, y in take(data, 4)]) for _ in range(2))
     assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(20))
     assert first.tolist() != second.tolist()
+
+
+def test_a_palindrome_goes_through_the_data_forward_and_then_backward() -> None:
+    data = as_data((X, Y), 6, order="palindrome")
+    data.restart(3)
+    epochs = [[next(data)[1].tolist() for _ in range(3)] for _ in range(4)]
+    for forward, backward in (epochs[:2], epochs[2:]):
+        assert forward == backward[::-1]
+        assert sorted(row for batch in forward for row in batch) == list(range(20)), "none is left over"
+    assert epochs[0] != epochs[2]
+    assert [len(batch) for batch in epochs[0]] == [6, 7, 7]
+
+
+def test_independent_batches_are_drawn_anew_with_replacement() -> None:
+    """Each example has the same chance in each batch, whatever the batches before: counts are multinomial."""
+    data = as_data((X, Y), 5, order="independent")
+    data.restart(3)
+    batches = torch.stack([next(data)[1] for _ in range(4000)])
+    counts = batches.flatten().bincount(minlength=20).double()
+    assert float(((counts - 1000).square() / 1000).sum()) < 43.8, "chi-square with 19 degrees of freedom, p = 0.001"
+    # of neighbours, within an epoch of four batches and across its end: 25 pairs of examples, equal with probability 1/20
+    equal = (batches[1:, :, None] == batches[:-1, None, :]).double().sum((1, 2))
+    assert abs(float(equal.mean()) - 1.25) < 4.5 * float(equal.std()) / 3999**0.5
+    within = (batches[:, :, None] == batches[:, None, :]).double().sum((1, 2)) - 5
+    assert abs(float(within.mean()) - 1.0) < 4.5 * float(within.std()) / 4000**0.5
+
+
+@pytest.mark.parametrize("order", ["palindrome", "independent"])
+@pytest.mark.parametrize("kind", ["tensors", "dataset"])
+def test_every_order_goes_on_bit_for_bit(order: Order, kind: str) -> None:
+    def fresh() -> Data:
+        data = as_data((X, Y) if kind == "tensors" else TensorDataset(X, Y), 6, order=order)
+        data.restart(5)
+        return data
+
+    data = fresh()
+    batches = [next(data)[1].tolist() for _ in range(14)]
+    for stop in range(14):
+        first, second = fresh(), fresh()
+        for _ in range(stop):
+            next(first)
+        second.load_state_dict(first.state_dict())
+        assert [next(second)[1].tolist() for _ in range(14 - stop)] == batches[stop:], stop
+    with pytest.raises(ValueError, match="order"):
+        as_data((X, Y), 6).load_state_dict(data.state_dict())
+    with pytest.raises(ValueError, match="order of its own"):
+        as_data(iter([X]), num_data=20, order=order)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from adammcmc.samplers.functional import warm_up as warm_up
     from adammcmc.samplers.health import Finding as Finding
     from adammcmc.samplers.health import Health as Health
+    from adammcmc.samplers.minibatch import MinibatchLangevin as MinibatchLangevin
     from adammcmc.samplers.modules import ClosureReport as ClosureReport
     from adammcmc.samplers.modules import check_closure as check_closure
     from adammcmc.samplers.sampler import Sampler as Sampler
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from adammcmc.target.control import ControlVariate as ControlVariate
     from adammcmc.target.data import Examples as Examples
     from adammcmc.target.data import TensorExamples as TensorExamples
+    from adammcmc.target.data import as_data as as_data
     from adammcmc.target.data_density import DataDensity as DataDensity
     from adammcmc.target.density import Density as Density
     from adammcmc.target.likelihood import GaussianNLL as GaussianNLL
@@ -104,7 +106,7 @@ _HOMES = {
     "errors": "ManyProcesses NonFiniteLoss PerExampleLossRequired StochasticClosure StoreCorrupt StoreFull StoreLocked "
     "StoreMismatch",
     "target.control": "ControlVariate",
-    "target.data": "Examples TensorExamples",
+    "target.data": "Examples TensorExamples as_data",
     "target.data_density": "DataDensity",
     "target.likelihood": "GaussianNLL Likelihood",
     "target.density": "Density",
@@ -121,6 +123,7 @@ _HOMES = {
     "samplers.functional": "sample_density warm_up",
     "samplers.exact": "MALA ExactAdamMCMC Microcanonical Underdamped",
     "samplers.health": "Finding Health",
+    "samplers.minibatch": "MinibatchLangevin",
     "samplers.modules": "ClosureReport check_closure",
     "samplers.adam": "AdamMCMC AsReleased OptimizerMCMC",
     "samplers.sampler": "Sampler",

@@ -188,7 +188,8 @@ def thing_options(section: str, name: str) -> list[Option]:
 
     is_sampler = section == "sampler"
     texts = argument_texts(adammcmc.AdamMCMC) if is_sampler else {}
-    options = options_of(named_things(section)[name], without=_FILLED, texts=texts)
+    filled = (*_FILLED, "batch_size") if is_sampler else _FILLED  # (that of a sampler is that of the data)
+    options = options_of(named_things(section)[name], without=filled, texts=texts)
     return [o._replace(kind=o.kind | list[float]) if is_sampler and o.name in SCANNED else o for o in options]
 
 

@@ -132,7 +132,7 @@ class JetData(Indexed):
             everything = self.batch_size == self.num_data
             self._order = torch.arange(self.num_data) if everything else self._permutation(self._epoch)
             self._order_there = self._order.to(self._device, non_blocking=True)
-        rows = slice(self._position * self.batch_size, (self._position + 1) * self.batch_size)
+        rows = self._rows(self._epoch, self._position)
         total = int(self._host_counts[self._order[rows]].sum())
         chosen = self._order_there[rows]
         self._advance()

@@ -10,6 +10,7 @@ from adammcmc.kernels.exact_adam import ExactAdamMCMCKernel, exact_adam_mcmc
 from adammcmc.kernels.hamiltonian import UnderdampedKernel, hmc, underdamped
 from adammcmc.kernels.langevin import MALAKernel, mala
 from adammcmc.kernels.microcanonical import MicrocanonicalKernel, microcanonical
+from adammcmc.kernels.minibatch import MinibatchKernel, minibatch_langevin
 
 __all__ = [
     "AdamMCMCKernel",
@@ -18,6 +19,7 @@ __all__ = [
     "ExactAdamMCMCKernel",
     "MALAKernel",
     "MicrocanonicalKernel",
+    "MinibatchKernel",
     "UnderdampedKernel",
     "adam_mcmc",
     "as_released",
@@ -26,6 +28,7 @@ __all__ = [
     "hmc",
     "mala",
     "microcanonical",
+    "minibatch_langevin",
     "optimizer_mcmc",
     "underdamped",
 ]

@@ -113,7 +113,7 @@ class _Pair:
         self._inner, self._mask, self._factor, self._correction = inner, mask, factor, correction
         self.scale, self.inverse_temperature = inner.scale, inner.inverse_temperature
         self.is_bounded, self.num_examples, self.can_narrow = inner.is_bounded, inner.num_examples, inner.can_narrow
-        self.log_prior, self.example_losses = inner.log_prior, inner.example_losses
+        self.log_prior, self.prior_part, self.example_losses = inner.log_prior, inner.prior_part, inner.example_losses
         self.evaluate_weighted = inner.evaluate_weighted
 
     def evaluate(self, params: Leaves, *, with_grad: bool = True) -> Evaluation:

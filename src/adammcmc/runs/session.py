@@ -38,7 +38,7 @@ from adammcmc.samplers.progress import show_bar
 from adammcmc.samplers.sampler import Sampler
 from adammcmc.samplers.stacked import CannotStack, Setup, StackedChains, setup_of, stack
 from adammcmc.target.batches import to_device
-from adammcmc.target.data import as_data, derive_seed
+from adammcmc.target.data import Order, as_data, derive_seed
 from adammcmc.target.likelihood import DataExamples, Loss, as_likelihood, likelihood_of
 
 if TYPE_CHECKING:
@@ -65,6 +65,9 @@ class Session:
         self._is_resumed = plan.resume and (plan.folder / MANIFEST).exists()
         self.has_fixed_data = self.data.batch_size == self.data.num_data  # every batch is the whole data set
         self.factory = as_factory(plan.sampler, plan.prior, self.model, self.has_fixed_data)
+        order: Order = getattr(innermost(self.factory), "batch_order", "shuffled")
+        if order != "shuffled" and not self.has_fixed_data:
+            self.data = self.data.in_the_order(order)
         self.scan = scanned(self.factory, plan.num_chains)  # sampler options with one value per chain
         check_tuned(self.factory, plan.records, self.scan)
         self.loss = Loss(plan.loss)
@@ -185,6 +188,8 @@ class Session:
         needs_examples = is_function or (acceptance is not None and acceptance.needs_examples)
         if self.has_fixed_data:
             options["fixed_data"] = True
+        if hasattr(made_by, "batch_order"):
+            options["batch_size"] = data.batch_size
         if (needs_examples and not self.has_fixed_data) or (not is_function and issubclass(made_by, CorrectedMALA)):
             options["examples"] = DataExamples(plan.model, data, self.loss, self.device)
         if isinstance(plan.burn_in, BurnIn) or (plan.burn_in and finds_settings(factory)):

@@ -112,7 +112,17 @@ class Change(NamedTuple):
     friction: Setting | None = None
 
 
-class Adaptation:
+class _Looks:
+    """What an adaptation may evaluate besides the steps themselves; most do not."""
+
+    bias: list[float] | None = None
+    """By how much the spread of the draws is off, as a fraction, and its standard error; None where it is not estimated."""
+
+    def look(self, network: Any, loss: Any, batch: Any) -> None:
+        """Evaluate functions at the chains' present weights, after a step on this batch."""
+
+
+class Adaptation(_Looks):
     """The state of one adaptation. It reads numbers from the device at each step (in burn-in only).
 
     Args:

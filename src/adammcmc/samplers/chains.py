@@ -86,6 +86,10 @@ class NetworkPotential:
     def check_same(self, known: Evaluation) -> None:
         """Raise if this step's loss is not that of the last step, `known`, at the same weights."""
 
+    def prior_part(self, params: Leaves) -> Leaves | None:
+        """The prior's part of the gradient of V; None where there is none."""
+        return None
+
 
 class Network(ABC):
     """Where the weights of the chains are kept, and how their loss is evaluated.
@@ -277,6 +281,8 @@ class Chains:
             # filling an empty cache, as after a resume, is not a cost of this step
             fills_cache = had_none and self.here is not None
             self._after_step(potential, state, info, potential.num_gradients - fills_cache)
+            if self.adaptation is not None and self.is_adapting:
+                self.adaptation.look(self.network, loss, batch)
             losses = potential.losses
             return info.loss if losses is None else info.loss.to(losses.dtype)
 
@@ -587,6 +593,7 @@ def _health_context(of: Chains, complaints: list[str], target_acceptance: float 
         "is_metropolis": acceptance.is_metropolis,
         "complaints": complaints,
         "burn_in": None if of.adaptation is None else of.adaptation.complaint(),
+        "bias": None if of.adaptation is None else of.adaptation.bias,
         "target_acceptance": target_acceptance,
         "coarse": coarse,
         # a gradient in reduced precision is too noisy for theta . grad U

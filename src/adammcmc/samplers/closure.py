@@ -183,6 +183,11 @@ class ClosurePotential(NetworkPotential):
             grads = [g.sub(q, alpha=1 / self.scale) for g, q in zip(grads, prior_grad, strict=True)]
         return self._packing.join(grads)
 
+    def prior_part(self, params: Leaves) -> Leaves | None:
+        if self._prior is None or (prior_grad := self._prior.grad(self._packing.whole(params))) is None:
+            return None
+        return self._packing.join([q * (-1 / self.scale) for q in prior_grad])
+
     def compare(self, current: Evaluation, proposed: Evaluation) -> Tensor:
         if current.losses.shape != proposed.losses.shape:
             raise ValueError(

@@ -66,6 +66,7 @@ _FEW_UNDEFINED = 0.01  # of the proposals
 _ENOUGH_DRAWS = 30  # effective ones, of U
 _FAR_TOO_HOT = 10.0  # configurational temperature; ten times that for an exact chain, which may still be descending
 _NAMED = 10  # chains in a warning
+_TOO_WIDE = 0.05  # of the spread of the draws
 _ABSURD = 1e6  # below zero, no merely bad start reaches this
 
 
@@ -153,6 +154,7 @@ class Context:
     burn_in: str | None = None  # what burn-in did not reach
     target_acceptance: float | None = None  # what it tuned to; None without it, and for a test that accepts everything
     coarse: str | None = None  # the resolution of U in nats, where it is poor
+    bias: Sequence[float] | None = None  # of the draws' spread, as a fraction, and its standard error; None: not estimated
 
 
 def read_health(sums: RunningSums, chain: int = 0, **context: Any) -> Health:
@@ -355,7 +357,7 @@ def _judge(run: _Run) -> tuple[Finding, ...]:
     elif run.sums.num_steps < _ENOUGH_STEPS:
         found.append(_cannot_tell(f"{run.sums.num_steps} of at least {_ENOUGH_STEPS} steps"))
     else:
-        found += [_no_influence(run), _too_hot(run), _not_at_rest(run), _undefined(run), _convergence(run)]
+        found += [_no_influence(run), _too_hot(run), _biased_spread(run), _not_at_rest(run), _undefined(run), _convergence(run)]
         if not any(found):
             is_far_off = abs(run.temperature.value) > _FAR_TOO_HOT
             found.append(_not_mixed(run.temperature.value) if is_far_off else _untested(run))
@@ -469,6 +471,21 @@ def _too_hot(run: _Run) -> Finding | None:
         says = "the noise of the minibatch test is unknown, and the chain is likely too hot: return per-example losses "
         return Finding("unknown noise", f'{says}(reduction="none") to measure it')
     return None
+
+
+def _biased_spread(run: _Run) -> Finding | None:
+    """What burn-in found from two step sizes (`samplers.side_by_side`)."""
+    if run.context.bias is None or not all(map(math.isfinite, run.context.bias)):
+        return None
+    bias, error = run.context.bias
+    numbers = f"{bias:+.1%} +- {error:.1%}, from two step sizes in burn-in"
+    if bias - 2 * error > _TOO_WIDE:
+        says = f"too hot, by a factor of about {(1 + bias) ** 2:.2g} in temperature: the draws spread too widely ({numbers}). "
+        return Finding("too hot", f"{says}Use larger batches, a smaller step, or a longer burn-in")
+    if bias + 2 * error < -_TOO_WIDE:
+        return _cannot_tell(f"in burn-in the draws spread more at shorter steps ({numbers}): it was too short")
+    most = max(abs(bias - 2 * error), abs(bias + 2 * error))
+    return Finding("approximate", f"approximate: within {most:.1%} of the posterior's spread ({numbers})")
 
 
 def _not_at_rest(run: _Run) -> Finding | None:

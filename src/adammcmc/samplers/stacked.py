@@ -133,6 +133,10 @@ class StackedPotential(NetworkPotential):
             return grad
         return tuple(g - q * by_chain(1 / self.scale, q) for g, q in zip(grad, prior_grad, strict=True))
 
+    def prior_part(self, params: Leaves) -> Leaves | None:
+        prior_grad = self._prior.grad(params)
+        return None if prior_grad is None else tuple(q * by_chain(-1 / self.scale, q) for q in prior_grad)
+
     def compare(self, current: Evaluation, proposed: Evaluation) -> Tensor:
         return potential_difference(self.scale, current, proposed)
 

@@ -28,6 +28,7 @@ from adammcmc.samplers.processes import check_one_process, check_parameters
 from adammcmc.samplers.tuned import tuned_by_burn_in, tuned_of_chain
 from adammcmc.samplers.view import ChainView
 from adammcmc.target.data import Examples
+from adammcmc.target.leaves import Leaves
 from adammcmc.target.potential import Target
 from adammcmc.target.priors import Prior
 
@@ -118,7 +119,7 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
         given = cast(Common, {**_DEFAULTS, **common})
         check_one_process()
         self.target = Target(num_data, given["inverse_temperature"], prior)
-        self.acceptance: AcceptanceTest = given["acceptance"] or Minibatch()
+        self.acceptance: AcceptanceTest = given["acceptance"] or self._usual_test()
         _check_types(self.target, given["acceptance"], given["examples"], given["generator"])
         self.fixed_data = given["fixed_data"]
         self.reference: Reference | None = None
@@ -142,6 +143,10 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
         self._start(examples)
         self.kernel()  # checks the hyper-parameters
         self.chains.adaptation = self.new_adaptation()
+
+    def _usual_test(self) -> AcceptanceTest:
+        """The acceptance test where none is given."""
+        return Minibatch()
 
     @abstractmethod
     def _start(self, examples: Examples | None) -> None:
@@ -193,23 +198,27 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
             return None
         check_tunable(self.acceptance)
         packing = self.layout()
-        prior, precision = self.target.prior, None
-        if prior is not None and (values := prior.precision(packing.params)) is not None:
-            pairs = zip(packing.params, values, strict=True)
-            full = [torch.full(p.shape, value, dtype=torch.float64, device=p.device) for p, value in pairs]
-            precision = tuple(leaf[0] for leaf in packing.join(full))
         return Adaptation(
             self.burn_in,
             target=self.acceptance.rate_like(self._target_acceptance),
             num_params=sum(packing.sizes),
             tunes_sigma_along=self._tunes_sigma_along,
-            precision=precision,
+            precision=self._precision_of(packing),
             learns=self._learns_preconditioner,
             velocity=self._has_velocity,
             approaches=self.fixed_data and self.acceptance.is_metropolis and self.acceptance.uses_batch_only,
             shapes=[[packing.shapes[i] for i in members] for members in packing.members],
             scaling=self._scaling,
         )
+
+    def _precision_of(self, packing: Packing) -> Leaves | None:
+        """Of the prior, in the shapes of the leaves; None where it has none."""
+        prior = self.target.prior
+        if prior is None or (values := prior.precision(packing.params)) is None:
+            return None
+        pairs = zip(packing.params, values, strict=True)
+        full = [torch.full(p.shape, value, dtype=torch.float64, device=p.device) for p, value in pairs]
+        return tuple(leaf[0] for leaf in packing.join(full))
 
     def layout(self) -> Packing:
         """The trainable parameters in leaves."""

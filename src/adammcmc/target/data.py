@@ -4,6 +4,13 @@ The library defines the order, so that a resumed run continues with the very nex
 
     batch k of epoch e  =  rows k b ... (k + 1) b - 1 of a permutation that depends on seed and e alone
 
+In the order "palindrome" every second epoch serves the batches of the one before it backwards, and examples that would be left
+over are shared out among the batches, so that the gradients of each epoch sum to that of all data:
+
+    b_1 ... b_m b_m ... b_1, then a new permutation;   b_k = rows floor(k n / m) ... floor((k + 1) n / m) - 1, m = floor(n/b)
+
+In the order "independent" each batch is drawn anew from all examples, with replacement, whatever came before.
+
 Tensors are served from their own device: data on an accelerator never pass through the host.
 """
 
@@ -17,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import length_hint
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, Self, cast, get_args
 
 import numpy as np
 import torch
@@ -38,7 +45,10 @@ from adammcmc.errors import warn
 from adammcmc.target.batches import Batch, num_rows, regrouped
 from adammcmc.target.fingerprints import digest, fingerprint, held_arrays, select_rows
 
-__all__ = ["Data", "Examples", "Indexed", "IterableData", "TensorExamples", "as_data", "derive_seed"]
+__all__ = ["Data", "Examples", "Indexed", "IterableData", "Order", "TensorExamples", "as_data", "derive_seed"]
+
+Order = Literal["shuffled", "palindrome", "independent"]
+"""Of the batches: a new permutation for each epoch; each permutation forward and then backward; or drawn with replacement."""
 
 _Job = tuple[int, list[int]]
 """A batch to load: the seed of its random numbers, and its examples."""
@@ -83,6 +93,15 @@ class Data(ABC):
     def restart(self, seed: int) -> None:
         """Start again, in the order given by this seed."""
 
+    def in_the_order(self, order: Order) -> Data:
+        """The same data with their batches in this order."""
+        if order == "shuffled":
+            return self
+        raise ValueError(
+            f"the batches must come in the order {order!r}, but {type(self).__name__} has an order of its own. Give tensors, "
+            "or a Dataset with numbered examples."
+        )
+
     def as_tensors(self) -> Data:
         """The same examples, from tensors where a data set holds no more than these: much faster to select from."""
         return self
@@ -107,23 +126,45 @@ class Indexed(Data):
         _check_batch_size(batch_size)
         self.num_data = num_data
         self.batch_size: int = num_data if batch_size is None else min(batch_size, num_data)
+        self.order: Order = "shuffled"
         self.restart(0)
 
     @property
     def num_batches(self) -> int:
-        """Full batches in an epoch; the remaining examples are left to later epochs."""
+        """Batches in an epoch. Examples that fill no batch are left to later epochs, or shared out ("palindrome")."""
         return self.num_data // self.batch_size
+
+    def in_the_order(self, order: Order) -> Self:
+        if order not in get_args(Order):
+            raise ValueError(f"`order` must be one of {', '.join(get_args(Order))}, got {order!r}.")
+        other = copy.copy(self)
+        other.order = order
+        other.restart(self._seed)
+        return other
+
+    def _rows(self, epoch: int, position: int) -> slice | Tensor:
+        """The rows of a batch in the permutation of its epoch."""
+        if self.order == "shuffled":
+            return slice(position * self.batch_size, (position + 1) * self.batch_size)
+        if self.order == "independent":
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, position, 1))
+            return torch.randint(self.num_data, (self.batch_size,), generator=generator)
+        k = self.num_batches - 1 - position if epoch % 2 else position
+        return slice(k * self.num_data // self.num_batches, (k + 1) * self.num_data // self.num_batches)
 
     def restart(self, seed: int) -> None:
         self._seed, self._epoch, self._position = seed, 0, 0
         self._order: Tensor | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seed": self._seed, "epoch": self._epoch, "position": self._position, "batch_size": self.batch_size}
+        where = {"seed": self._seed, "epoch": self._epoch, "position": self._position, "batch_size": self.batch_size}
+        return where if self.order == "shuffled" else {**where, "order": self.order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["batch_size"] != self.batch_size:
             raise ValueError(f"the run had batches of {state['batch_size']}, but these data have batches of {self.batch_size}.")
+        if (order := state.get("order", "shuffled")) != self.order:
+            raise ValueError(f"the run had its batches in the order {order!r}, but these data have the order {self.order!r}.")
         self.restart(state["seed"])
         self._epoch, self._position = state["epoch"], state["position"]
 
@@ -133,6 +174,7 @@ class Indexed(Data):
             self._epoch, self._position, self._order = self._epoch + 1, 0, None
 
     def _permutation(self, epoch: int) -> Tensor:
+        epoch -= epoch % 2 if self.order == "palindrome" else 0
         generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch))
         return torch.randperm(self.num_data, generator=generator)
 
@@ -162,7 +204,7 @@ class TensorData(Indexed):
             return self.fetch(slice(None))
         if self._order is None:
             self._order = self._permutation(self._epoch).to(self._device, non_blocking=True)
-        rows = self._order[self._position * self.batch_size : (self._position + 1) * self.batch_size]
+        rows = self._order[self._rows(self._epoch, self._position)]
         self._advance()
         return self.fetch(rows)
 
@@ -203,7 +245,9 @@ class DatasetData(Indexed):
     def as_tensors(self) -> Data:
         dataset = self._source._dataset
         is_plain = type(dataset) is TensorDataset and self._source._collate is default_collate
-        return TensorData(list(dataset.tensors), self.batch_size) if is_plain else self  # type: ignore[attr-defined]
+        if not is_plain:
+            return self
+        return TensorData(list(dataset.tensors), self.batch_size).in_the_order(self.order)  # type: ignore[attr-defined]
 
     def restart(self, seed: int) -> None:
         super().restart(seed)
@@ -226,7 +270,7 @@ class DatasetData(Indexed):
         while True:
             order = self._permutation(epoch) if size < self.num_data else torch.arange(self.num_data)
             for k in range(position, self.num_batches):
-                yield derive_seed(self._seed, epoch, k), order[k * size : (k + 1) * size].tolist()
+                yield derive_seed(self._seed, epoch, k), order[self._rows(epoch, k)].tolist()
             epoch, position = epoch + 1, 0
 
     def fetch(self, indices: slice | Tensor) -> Batch:
@@ -318,7 +362,14 @@ class IterableData(Data):
         return f"iterable, {self.num_data}"
 
 
-def as_data(source: Any, batch_size: int | None = None, num_data: int | None = None, *, must_know_length: bool = True) -> Data:
+def as_data(
+    source: Any,
+    batch_size: int | None = None,
+    num_data: int | None = None,
+    *,
+    must_know_length: bool = True,
+    order: Order = "shuffled",
+) -> Data:
     """A user's data as a `Data`.
 
     Args:
@@ -328,7 +379,10 @@ def as_data(source: Any, batch_size: int | None = None, num_data: int | None = N
         batch_size: None is the DataLoader's, or else all data in one batch.
         num_data: required for iterables without a length.
         must_know_length: whether to refuse an iterable of unknown length.
+        order: of the batches; "independent" is what `MinibatchLangevin` needs.
     """
+    if order != "shuffled":
+        return as_data(source, batch_size, num_data, must_know_length=must_know_length).in_the_order(order)
     if isinstance(source, Data):
         if batch_size is not None and batch_size != source.batch_size:
             raise ValueError(f"`batch_size` is {batch_size}, but the data make batches of {source.batch_size}: set it there.")

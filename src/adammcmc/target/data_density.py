@@ -145,6 +145,16 @@ class DataDensity:
     def log_prior(self, params: Leaves) -> Tensor:
         return self._log_prior(params).detach()
 
+    def prior_part(self, params: Leaves) -> Leaves | None:
+        if self._prior is None:
+            return None
+        with torch.enable_grad():
+            leaves = tuple(x.detach().requires_grad_() for x in params)
+            log_prior = self._log_prior(leaves)
+            if not log_prior.requires_grad:
+                return None
+            return torch.autograd.grad(-log_prior.sum() / self.scale, leaves, materialize_grads=True)
+
     def example_losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
         with torch.no_grad():
             return self._losses(params, indices)

@@ -115,6 +115,10 @@ class Potential(Protocol):
     def log_prior(self, params: Leaves) -> Tensor:
         """log prior, (chains,), float64, without evaluating the loss."""
 
+    def prior_part(self, params: Leaves) -> Leaves | None:
+        """The prior's part of the gradient of V; None where there is none that could be told from the data's."""
+        return None
+
     def example_losses(self, params: Leaves, indices: slice | Tensor) -> Tensor:
         """Losses of selected examples, (chains, examples), without gradient; `indices` may have one row per chain."""
 
