@@ -48,7 +48,7 @@ _RECHECKS = [10**k for k in range(9)]
 _LOOKS = [1024 * 8**k for k in range(8)]  # steps since burn-in at which the acceptance is compared with its target
 
 
-class NetworkPotential:
+class NetworkPotential(ABC):
     """What the targets of one step, on one batch, have in common (`target.Potential`).
 
     Args:
@@ -75,9 +75,9 @@ class NetworkPotential:
         self.num_gradients = 0.0
         """Evaluations with a gradient, on average over the chains."""
 
+    @abstractmethod
     def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
         """See `Potential`."""
-        raise NotImplementedError
 
     def evaluate_some(self, params: Leaves, chains: Tensor) -> Evaluation:
         """See `Potential`."""
