@@ -85,6 +85,7 @@ class NetworkPotential(ABC):
 
     def check_same(self, known: Evaluation) -> None:
         """Raise if this step's loss is not that of the last step, `known`, at the same weights."""
+        return
 
     def prior_part(self, params: Leaves) -> Leaves | None:
         """The prior's part of the gradient of V; None where there is none."""

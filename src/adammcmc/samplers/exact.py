@@ -166,7 +166,8 @@ class Underdamped(_Preconditioned):
 
     **Exact** with `fixed_data=True` or `acceptance=FullData()`; approximate with `Minibatch()` on changing batches, and with
     `AlwaysAccept()`, which is the unadjusted sampler with one gradient of any batch a step. See `adammcmc.kernels.underdamped`.
-    One step costs one forward and backward with `fixed_data=True` or `AlwaysAccept()`, otherwise two.
+    One step costs one forward and backward with `AlwaysAccept()`, otherwise two; with `fixed_data=True` one for each move that
+    it tries (`num_chances`): about 1.4 at the default.
 
     In burn-in, by default, it first leaves the optimum by constant-speed steps without a test, then adapts h to an acceptance
     of 0.85 and learns A = 1 / (mean (grad U)^2 + prior precision), until U is flat; then both are frozen and `is_adapting`
