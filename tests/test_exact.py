@@ -50,12 +50,13 @@ def test_underdamped_is_the_same_chain_in_both_apis(options: dict, dtype: torch.
         sampler.step(lambda: -skewed(p[None])[0])
         path.append(p.detach().clone())
         ratios.append(sampler.info.log_ratio)
-    kernel = kernels.underdamped(0.6, **options)
+    kernel = kernels.underdamped(0.6, num_chances=8, **options)  # the optimizer's default
     draws, info = sample_density(skewed, torch.full((1, 7), 0.1, dtype=dtype), kernel, num_steps=40, seed=seeded())
     assert torch.equal(torch.stack(path), draws[0])
     assert torch.equal(torch.stack(ratios).nan_to_num(), info.log_ratio[0].nan_to_num())
     if "acceptance" not in options:
-        assert 0 < int(info.is_accepted.sum()) < 40
+        assert int(info.is_accepted.sum()) > 0
+        assert float(info.acceptance_rate.mean()) < 0.99  # of the first moves
 
 
 def test_exact_adam_is_the_same_chain_in_both_apis() -> None:

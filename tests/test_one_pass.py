@@ -472,7 +472,7 @@ def test_it_continues_bit_for_bit(make, fixed: bool) -> None:
 def test_it_takes_over_when_burn_in_ends() -> None:
     """Adaptation needs the gradient of the prior as well, and packs small parameters."""
     model = network()
-    sampler = exact(model, step_size=None, burn_in=BurnIn(num_steps=12, window=4))
+    sampler = exact(model, step_size=None, burn_in=BurnIn(num_steps=12, window=4), num_chances=1)
     for _ in range(12):
         assert backend_of(sampler) is None
         sampler.step(lambda: losses(model))
@@ -483,7 +483,7 @@ def test_it_takes_over_when_burn_in_ends() -> None:
     saved = copy.deepcopy((model.state_dict(), sampler.state_dict()))
     sampler.step(lambda: losses(model))
     again = network(1)
-    other = exact(again, step_size=None, burn_in=BurnIn(num_steps=12, window=4))
+    other = exact(again, step_size=None, burn_in=BurnIn(num_steps=12, window=4), num_chances=1)
     again.load_state_dict(saved[0])
     other.load_state_dict(saved[1])
     other.step(lambda: losses(again))

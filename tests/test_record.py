@@ -482,7 +482,7 @@ def test_acceptance_that_left_its_target_is_reported_once(factor: float, says: s
     if says:
         row = sampler.chains.info, sampler.target.scale
         for _ in range(7 * 1024):  # the next look
-            sampler.chains.watch(row, None)
+            sampler.chains.watch(row, None, 1)
         assert len(caught) == 1  # type: ignore[arg-type]
 
 

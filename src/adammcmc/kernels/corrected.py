@@ -113,13 +113,16 @@ class _Pair:
         self._inner, self._mask, self._factor, self._correction = inner, mask, factor, correction
         self.scale, self.inverse_temperature = inner.scale, inner.inverse_temperature
         self.is_bounded, self.num_examples, self.can_narrow = inner.is_bounded, inner.num_examples, inner.can_narrow
-        self.log_prior, self.prior_part, self.example_losses = inner.log_prior, inner.prior_part, inner.example_losses
+        self.log_prior, self.example_losses = inner.log_prior, inner.example_losses
         self.evaluate_weighted = inner.evaluate_weighted
 
     def evaluate(self, params: Leaves, *, with_grad: bool = True) -> Evaluation:
         """In the units of V, as for every potential: divided by lambda n."""
         found = self._inner.evaluate_weighted(params, self._factor * self._mask.double())
         return found._replace(losses=found.losses + self._correction / self.scale * self._mask.sum(1).double())
+
+    def prior_part(self, params: Leaves) -> Leaves | None:
+        return self._inner.prior_part(params)
 
     def evaluate_some(self, params: Leaves, chains: Tensor) -> Evaluation:
         return self.evaluate(params)

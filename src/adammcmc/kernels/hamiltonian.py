@@ -338,20 +338,18 @@ def underdamped(
         acceptance: the test; `Minibatch()` by default.
         jitter: each chain and step has its own h, uniform between (1 - jitter) h and (1 + jitter) h and independent of where
             the chain is, so that chains do not wait long in places that are too narrow for h. Exact as well. Below 1.
-        num_chances: K, how many moves in a row may be tried before the velocity is flipped, all against one uniform number
-            (Campos and Sanz-Serna 2015). A flip undoes the way so far, and most refused trajectories come back, within a few
-            moves, to where they are accepted. Exact as well: on the way back from there the same points are refused. For
-            densities and fixed data with a Metropolis test. Each further move costs a gradient (of all chains of the run).
+        num_chances: K, how many moves may be tried before the velocity is flipped, all against one uniform number (Campos and
+            Sanz-Serna 2015). Exact as well: on the way back the same points are refused. For densities and fixed data with a
+            Metropolis test; each further move costs a gradient (`docs/exact.md` has what it is worth).
     """
     step_size = checked("step_size", step_size)
-    if type(num_chances) is not int or num_chances < 1:
-        raise ValueError(f"`num_chances` must be a whole number, at least 1, got {num_chances!r}.")
     if not 0 <= jitter < 1:
         raise ValueError(f"`jitter` must be at least 0 and below 1, got {jitter}.")
     if friction is not None and not friction >= 0:
         raise ValueError(f"`friction` must not be negative, got {friction}.")
-    if type(num_leapfrog) is not int or num_leapfrog < 1:
-        raise ValueError(f"`num_leapfrog` must be a whole number, at least 1, got {num_leapfrog!r}.")
+    for name, number in (("num_leapfrog", num_leapfrog), ("num_chances", num_chances)):
+        if type(number) is not int or number < 1:
+            raise ValueError(f"`{name}` must be a whole number, at least 1, got {number!r}.")
     test = acceptance or Minibatch()
     is_metropolis = test.is_metropolis
     if persistent_uniform and not is_metropolis:
@@ -363,17 +361,8 @@ def underdamped(
     scaling, structure = preconditioner, None
     if preconditioner is not None and not isinstance(preconditioner, Scaling):
         scaling, structure = flatten(preconditioner)
-    return UnderdampedKernel(
-        step_size,
-        friction,
-        test,
-        num_leapfrog,
-        persistent_uniform,
-        scaling,
-        structure,
-        jitter=float(jitter),
-        num_chances=num_chances,
-    )
+    kernel = UnderdampedKernel(step_size, friction, test, num_leapfrog, persistent_uniform, scaling, structure)
+    return replace(kernel, jitter=float(jitter), num_chances=num_chances)
 
 
 def hmc(

@@ -113,8 +113,10 @@ class Change(NamedTuple):
 
 
 class _Looks:
-    """What an adaptation may evaluate besides the steps themselves; most do not."""
+    """What an adaptation may evaluate besides the steps themselves, which most do not, and what is counted."""
 
+    num_gradients = 0.0
+    """Of a network's chain, on average, in the steps so far."""
     bias: list[float] | None = None
     """By how much the spread of the draws is off, as a fraction, and its standard error; None where it is not estimated."""
 
@@ -167,8 +169,6 @@ class Adaptation(_Looks):
         """Whether the last step was the last of its window."""
         self.frozen: list[int] = []
         """Chains that did not move in the second half of the last window while others did."""
-        self.num_gradients = 0.0
-        """Of a network's chain, on average, in the steps so far."""
         self.agreement: float | None = None
         """The largest R-hat over U and coordinates in the last window with a level U, where chains are watched."""
         self._precision, self._shapes = precision, shapes

@@ -268,7 +268,7 @@ class Chains:
         """One transition of every chain, without a graph. Returns the batch's mean loss of each, (chains,)."""
         with self.on_device(), self.owner.same_layout():
             self.before_step()
-            had_none = self.here is None
+            had_none = self.here is None  # filling an empty cache, as after a resume, is not a cost of this step
             potential, state, info = self.transition(loss, batch, self.num_steps)
             self.network.commit(potential, state.params, info.is_accepted)
             self.memory, self.here, self.carry = self.owner.keep(state.memory), state.here, state.carry
@@ -279,9 +279,7 @@ class Chains:
                 self.network.remember(state.params)
             self.sum_acceptance += info.acceptance_rate
             self.last_info = info
-            # filling an empty cache, as after a resume, is not a cost of this step
-            fills_cache = had_none and self.here is not None
-            self._after_step(potential, state, info, potential.num_gradients - fills_cache)
+            self._after_step(potential, state, info, potential.num_gradients - (had_none and self.here is not None))
             if self.adaptation is not None and self.is_adapting:
                 self.adaptation.look(self.network, loss, batch)
             losses = potential.losses
