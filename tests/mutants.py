@@ -327,7 +327,7 @@ MUTANTS = [
         "kernels/hamiltonian.py",
         "proposed = select(is_moving, move.proposed, params)",
         "proposed = move.proposed",
-        "tests/test_stacked.py",
+        "tests/test_kernels.py",
     ),
     Mutant(
         "chains that are evaluated without the others get their gradients",

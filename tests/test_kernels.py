@@ -187,6 +187,24 @@ def test_each_chain_uses_only_the_chances_that_it_needs() -> None:
         kernels.underdamped(0.1, num_chances=0)
 
 
+def test_chances_leave_settled_chains_where_they_stay() -> None:
+    """The last evaluation of a step, whose buffers are kept, is at the accepted point of every chain that moved."""
+    evaluated: list[Tensor] = []
+
+    def density(x: Tensor) -> Tensor:
+        evaluated.append(x.detach())
+        return -0.5 * x.square().sum(1)
+
+    kernel, generator = kernels.underdamped(1.7, num_chances=6), torch.Generator().manual_seed(0)
+    target = Density(density)
+    state = kernel.init(torch.randn(300, 3, dtype=torch.float64, generator=generator), target)
+    evaluated.clear()
+    state, info = kernel.step(state, target, generator)
+    assert len(evaluated) > 2
+    assert 200 < int(info.is_accepted.sum()) < 300
+    assert torch.equal(evaluated[-1][info.is_accepted], state.params[info.is_accepted])
+
+
 def test_a_full_refresh_is_mala() -> None:
     """friction = inf: one leapfrog step from a fresh velocity is MALA with step h^2 / 2, and the ratio is the same number."""
     target = TARGETS[2]
