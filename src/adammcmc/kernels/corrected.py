@@ -124,6 +124,11 @@ class _Pair:
     def prior_part(self, params: Leaves) -> Leaves | None:
         return self._inner.prior_part(params)
 
+    def force(self, params: Leaves) -> Leaves:
+        grad = self.evaluate(params, with_grad=True).grad
+        assert grad is not None
+        return grad
+
     def evaluate_some(self, params: Leaves, chains: Tensor) -> Evaluation:
         return self.evaluate(params)
 

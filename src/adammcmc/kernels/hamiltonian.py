@@ -247,7 +247,7 @@ class UnderdampedKernel(Kernel):
         squares = tuple(inner(p, p) for p in half_way)  # of the first kick: whether the chain is healthy where it stands
         proposed = self._drift(params, half_way)
         for _ in range(self.num_leapfrog - 1):
-            half_way = self._kick(half_way, potential.evaluate(proposed, with_grad=True).grad, potential.scale)
+            half_way = self._kick(half_way, potential.force(proposed), potential.scale)
             proposed = self._drift(proposed, half_way)
         return Move(proposed, squares), half_way
 

@@ -71,8 +71,7 @@ class MicrocanonicalKernel(UnderdampedKernel):
         momentum, gained, square = self._turn(momentum, here.grad, potential.scale / 2)
         proposed = self._drift(params, momentum)
         for _ in range(self.num_leapfrog - 1):
-            grad = potential.evaluate(proposed, with_grad=True).grad
-            momentum, more, _ = self._turn(momentum, grad, potential.scale)
+            momentum, more, _ = self._turn(momentum, potential.force(proposed), potential.scale)
             gained, proposed = gained + more, self._drift(proposed, momentum)
         return Move(proposed, (square,)), (momentum, gained)
 

@@ -195,7 +195,7 @@ class Loop:
             self._mark = mark(chains)
         elif self.num_draws == self.plan.num_draws:
             loss = self.engine.loss if isinstance(self.engine, OneChain) else None
-            monitor.change = max(monitor.change, change_since(self._mark, chains, loss, self.session.first_batch))
+            monitor.change = max(monitor.change, change_since(self._mark, chains, loss, self.session.whole))
 
     def _record(self, i: int, numbers: Sequence[float], sums: dict[str, float], seconds: float) -> Record:
         """A draw's line in the index."""

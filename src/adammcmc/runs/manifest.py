@@ -65,6 +65,7 @@ def new_manifest(session: Session, loop: Loop) -> dict[str, Any]:
             "seed": plan.seed,
             "batch_size": data.batch_size,
             "settings": _settings_of(sampler),
+            **({} if session.chunk_size is None else {"chunk_size": session.chunk_size}),
             **({"stacked": True} if loop.key is None else {}),
             **({"scan": session.scan} if session.scan else {}),
             **({"warm_up": [_tuned_in_words(plan.tuned(chain)) for chain in range(plan.num_chains)]} if plan.records else {}),

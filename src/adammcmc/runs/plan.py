@@ -57,6 +57,7 @@ class Plan:
     _: KW_ONLY
     sampler: Factory | None = None
     batch_size: int | None = None
+    chunk_size: int | None = None
     prior: Prior | None = None
     num_draws: int = 200
     gap: int = 50
@@ -80,7 +81,15 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._check_model()
-        for name, least in (("num_draws", 1), ("gap", 1), ("num_chains", 1), ("seed", 0), ("burn_in", 0), ("keep", 1)):
+        for name, least in (
+            ("num_draws", 1),
+            ("gap", 1),
+            ("num_chains", 1),
+            ("seed", 0),
+            ("burn_in", 0),
+            ("keep", 1),
+            ("chunk_size", 1),
+        ):
             value = getattr(self, name)
             if value is None or isinstance(value, BurnIn | str):
                 continue
@@ -216,6 +225,7 @@ def sample(
     *,
     sampler: Factory | None = None,
     batch_size: int | None = None,
+    chunk_size: int | None = None,
     prior: Prior | None = None,
     num_draws: int = 200,
     gap: int = 50,
@@ -250,6 +260,8 @@ def sample(
             is `Underdamped`, which is exact: on all data at once, or with `FullData()` on minibatches. lr, sigma, sigma_along,
             step_size and inverse_temperature may be tensors with one value per chain: a scan in one run.
         batch_size: None uses the DataLoader's, or all data at once.
+        chunk_size: where a step uses all data, how many examples are evaluated at a time; the result is the same up to rounding.
+            None is all of them, or as many as need a few gigabytes for their gradient.
         prior: passed to the sampler. None: a sampler that requires a prior gets `Gaussian.fan_in(model, 2.0)`.
         num_draws: draws per chain.
         gap: steps between two draws.

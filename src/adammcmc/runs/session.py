@@ -25,6 +25,7 @@ from adammcmc.posterior.store.encoding import stored_dtype
 from adammcmc.posterior.store.folder import FolderStore, MemoryStore, Store, read_manifest
 from adammcmc.posterior.store.records import MANIFEST
 from adammcmc.runs.checkpoint import state_of
+from adammcmc.runs.chunks import in_parts, rows_at_once
 from adammcmc.runs.factory import as_factory, build, check_tuned, finds_settings, given_options, innermost, scanned
 from adammcmc.runs.interrupts import deferred_interrupt
 from adammcmc.runs.loop import Loop, OneChain
@@ -33,11 +34,11 @@ from adammcmc.runs.members import Members, TrainMembers
 from adammcmc.samplers.adaptation import BurnIn
 from adammcmc.samplers.chains import Chains
 from adammcmc.samplers.corrected import CorrectedMALA
-from adammcmc.samplers.modules import restored
+from adammcmc.samplers.modules import is_batch_norm, restored
 from adammcmc.samplers.progress import show_bar
 from adammcmc.samplers.sampler import Sampler
 from adammcmc.samplers.stacked import CannotStack, Setup, StackedChains, setup_of, stack
-from adammcmc.target.batches import to_device
+from adammcmc.target.batches import Batch, Parts, to_device
 from adammcmc.target.data import Order, as_data, derive_seed
 from adammcmc.target.likelihood import DataExamples, Loss, as_likelihood, likelihood_of
 
@@ -73,7 +74,9 @@ class Session:
         self.loss = Loss(plan.loss)
         self.likelihood = likelihood_of(plan.loss) if plan.likelihood is None else as_likelihood(plan.likelihood)
         self.prototype: Sampler  # the newest of chain 0
-        self.first_batch: Any = None
+        self.first_batch: Any = None  # or a part of it
+        self.whole: Any = None  # all data, of a step that uses them all
+        self.chunk_size: int | None = None  # examples in a part of them
         starts = plan.initial
         self.initial = None if isinstance(starts, TrainMembers) else starts  # a state dictionary of each chain, once trained
         if isinstance(starts, TrainMembers):
@@ -87,8 +90,11 @@ class Session:
         """Evaluates the loss once and decides whether to stack. At the end the model and the data are as before."""
         with restored(self.model, self.device):
             try:
-                batch = self.data.fetch(slice(None)) if self.has_fixed_data else next(self.data)
-                self.first_batch = to_device(batch, self.device)
+                if self.has_fixed_data:
+                    self.whole = self._all_data()
+                    self.first_batch = to_device(self.whole[0], self.device) if isinstance(self.whole, Parts) else self.whole
+                else:
+                    self.first_batch = to_device(next(self.data), self.device)
                 self.loss.try_out(self.plan.model, self.first_batch)
                 self.probe = Probe.make(self.model, self.first_batch, self.loss, self.likelihood)
                 self.data.restart(0)
@@ -96,6 +102,23 @@ class Session:
                 yield self
             finally:
                 self.data.restart(0)  # ends its workers
+
+    def _all_data(self) -> Batch:
+        """The whole data set: on the model's device, if it fits there, and in parts, if not all can be evaluated at once."""
+        plan, data, size = self.plan, self.data, self.plan.chunk_size
+        if size is None and self._is_resumed:  # as the run was started
+            size = read_manifest(plan.folder)["configuration"].get("chunk_size")
+        if size is None:
+            size = rows_at_once(plan.model, self.loss, data, self.device, plan.num_chains)
+        if size is None or size >= data.num_data:
+            return to_device(data.fetch(slice(None)), self.device)
+        if any(is_batch_norm(m) and m.training for m in self.model.modules()):
+            raise ValueError(
+                "`chunk_size` would change the target: BatchNorm in training mode takes its statistics from what is evaluated "
+                "at a time. Leave it out, or call model.eval()."
+            )
+        self.chunk_size = size
+        return in_parts(data, size, self.device)
 
     def _new_stack(self) -> StackedChains | None:
         """All chains at once, if required or preferred; None, with a warning, if preferred and impossible."""
@@ -135,7 +158,7 @@ class Session:
 
     def next_batch(self) -> Any:
         """On the model's device."""
-        return self.first_batch if self.has_fixed_data else to_device(next(self.data), self.device)
+        return self.whole if self.has_fixed_data else to_device(next(self.data), self.device)
 
     def probed(self, tensors: dict[str, Tensor]) -> list[list[float]]:
         """The predictions of a draw of each chain, tensors (chains, ...); empty without a probe."""

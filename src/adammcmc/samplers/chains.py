@@ -60,6 +60,8 @@ class NetworkPotential(ABC):
     """
 
     can_narrow = False
+    can_be_rough = False
+    """Whether losses are cheaper where they may be rough."""
 
     def __init__(
         self, scale: Setting, inverse_temperature: Setting, prior: Prior | None, *, fixed: bool, examples: Examples | None
@@ -68,6 +70,8 @@ class NetworkPotential(ABC):
         self.is_bounded = prior is not None and prior.is_bounded
         self.control: Control | None = None
         self.num_examples = None if examples is None else len(examples)
+        self.is_rough = False
+        """Whether nothing depends on energies to a nat, so that losses may come out as gradients are computed (`forces`)."""
         self.losses: Tensor | None = None
         """Those of the first evaluation, (chains,) or (chains, batch)."""
         self.known: tuple[Leaves, Leaves] | None = None
@@ -78,6 +82,12 @@ class NetworkPotential(ABC):
     @abstractmethod
     def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
         """See `Potential`."""
+
+    def force(self, params: Leaves) -> Leaves:
+        """See `Potential`."""
+        grad = self.evaluate(params, with_grad=True).grad
+        assert grad is not None
+        return grad
 
     def evaluate_some(self, params: Leaves, chains: Tensor) -> Evaluation:
         """See `Potential`."""
@@ -254,6 +264,7 @@ class Chains:
         self.last_info: Info | Callable[[], Info] | None = None
         self.tuned_to: float | None = None
         """The acceptance that settings of an earlier burn-in were tuned to."""
+        self._was_rough = False  # whether the last step took losses as they came
         self._has_warned = False  # of acceptance far from its target
         self._kernel: Any = None
         self._precision: list[float] | None = None
@@ -311,14 +322,26 @@ class Chains:
         if not self.is_capturing:
             self._upload(kernel)
         potential = network.potential(loss, batch, self._precision)
+        # (at the first step the layers are seen, as they are in energies)
+        potential.is_rough = potential.can_be_rough and self._is_approaching and self.num_steps > 0
+        if potential.is_rough != self._was_rough:
+            self.here, self._was_rough = None, potential.is_rough
         params = network.take()
         state = ChainState(params, self.memory, self.here, self.carry, step, self.frozen_at)
         with network.attempt(potential, params):
-            if self.here is not None and self.num_steps in _RECHECKS[: None if self.device.type == "cpu" else 1]:
+            if (
+                self.here is not None
+                and not potential.is_rough
+                and self.num_steps in _RECHECKS[: None if self.device.type == "cpu" else 1]
+            ):
                 potential.check_same(self.here)
             state, moving = self.owner.prepare(potential, state), self._moving(kernel, params)
             state, info = moving.step(state, potential, self.owner.generator)
         return potential, state, info
+
+    @property
+    def _is_approaching(self) -> bool:
+        return self.adaptation is not None and self.adaptation.approach is not None
 
     def _moving(self, kernel: Any, params: Leaves) -> Any:
         """The kernel of this step: while the chains approach their bulk, one without a test."""

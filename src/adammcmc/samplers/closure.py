@@ -11,6 +11,7 @@ from torch import Tensor
 
 from adammcmc.errors import StochasticClosure, warn
 from adammcmc.samplers.chains import NetworkPotential
+from adammcmc.samplers.forces import Forces, arithmetic
 from adammcmc.samplers.layers import Layers
 from adammcmc.samplers.packing import Packing, RowsToHold
 from adammcmc.target.control import check_order
@@ -72,6 +73,8 @@ class ClosurePotential(NetworkPotential):
     Args:
         closures: the micro-batches of the step, mostly one.
         packing: the model's trainable parameters and how they lie in leaves.
+        weights: of the micro-batches' means, with mean 1; None where each has as many examples.
+        forces: the arithmetic of gradients.
         layers: dropout, BatchNorm and other layers with state.
         must_check: whether to check, at the first evaluation, that fixed data are fixed.
         is_first: whether to check that a loss is a mean, as far as its graph shows.
@@ -87,6 +90,8 @@ class ClosurePotential(NetworkPotential):
         closures: Sequence[Closure],
         packing: Packing,
         *,
+        weights: Sequence[float] | None = None,
+        forces: Forces = "float32",
         target: Target,
         examples: Examples | None,
         layers: Layers,
@@ -103,7 +108,8 @@ class ClosurePotential(NetworkPotential):
         self._num_data = target.num_data
         self._returned: list[Tensor] = []
         self._prior = target.prior if precision is None else None
-        self._closures = closures
+        self._closures, self._weights, self._forces = closures, weights, forces
+        self.can_be_rough = forces != "float32"
         self._packing = packing
         self._live = packing.params
         self.held: Leaves | None = None
@@ -119,8 +125,11 @@ class ClosurePotential(NetworkPotential):
         if not with_grad:
             return Evaluation(self._losses()[None], self.log_prior(params), None)
         self.num_gradients += 1
-        first = self._calls_backward is None
+        first, precise = self._calls_backward is None, None
+        if self._forces != "float32" and not self.is_rough:
+            precise = self._losses()  # first, so that what is seen of the layers is how energies are computed
         losses, grads = self._differentiate()
+        losses = losses if precise is None else precise
         self._check_held()
         if losses.dim() > 0 and len(losses) > self._num_data:
             raise ValueError(
@@ -134,6 +143,13 @@ class ClosurePotential(NetworkPotential):
         if self.known is None:
             self.known = params, grad
         return Evaluation(losses[None], self.log_prior(params), grad)
+
+    def force(self, params: Leaves) -> Leaves:
+        if self._forces == "float32" or self._calls_backward is None:
+            return super().force(params)
+        self.place(params)
+        self.num_gradients += 1
+        return self._join(self._differentiate()[1], params)
 
     def _check_held(self) -> None:
         """The modules are known once they were called, and with them the rows that must stay as they are."""
@@ -269,7 +285,10 @@ class ClosurePotential(NetworkPotential):
             self.held = params
 
     def _called(self, closure: Closure) -> Tensor:
-        loss = _checked(closure())
+        loss = closure()
+        if self._forces != "float32" and isinstance(loss, Tensor):  # under autocast, losses may come out in bfloat16
+            loss = loss.float() if loss.dtype == torch.bfloat16 and torch.is_autocast_enabled(loss.device.type) else loss
+        loss = _checked(loss)
         if any(loss is earlier for earlier in self._returned):
             raise ValueError(
                 "the closure returned the same tensor twice: it must compute the loss anew at each call, at the weights that "
@@ -286,7 +305,8 @@ class ClosurePotential(NetworkPotential):
             has_graph = self._calls_backward is not False
             with torch.set_grad_enabled(has_graph), self._layers.evaluation(same_numbers=same_numbers):
                 # copied at once: a closure may return a buffer that it writes to again
-                return _joined([self._called(closure).detach().clone() for closure in self._closures])
+                losses = [self._called(closure).detach().clone() for closure in self._closures]
+                return _joined(losses, self._weights)
         finally:
             self._restore(saved)
 
@@ -295,7 +315,7 @@ class ClosurePotential(NetworkPotential):
         first_call = self._calls_backward is None
         saved = [p.grad for p in self._live]
         try:
-            with self._layers.evaluation():
+            with self._layers.evaluation(), arithmetic(self._forces, self._live[0].device):
                 losses, grads = self._call_and_differentiate()
         except BaseException:
             self._restore(saved)
@@ -313,7 +333,7 @@ class ClosurePotential(NetworkPotential):
             p.grad = None  # so that a closure that calls backward is seen, and starts from zero
         losses: list[Tensor] = []
         sums: list[Tensor] | None = None
-        for closure in self._closures:
+        for i, closure in enumerate(self._closures):
             with torch.enable_grad():
                 loss = self._called(closure)
                 if self._must_be_mean and loss.dim() == 0:
@@ -322,6 +342,8 @@ class ClosurePotential(NetworkPotential):
                 if not called:
                     # what of one micro-batch is differentiated; sums are divided at the end
                     total = loss if loss.dim() == 0 else loss.mean() if len(self._closures) == 1 else loss.sum()
+                    if loss.dim() == 0 and self._weights is not None:
+                        total = total * self._weights[i]
                     sums = self._add_grad(total, sums)
             losses.append(loss.detach().clone())
             self._calls_backward = called
@@ -336,7 +358,7 @@ class ClosurePotential(NetworkPotential):
             if len(self._closures) > 1:
                 count = sum(x.numel() for x in losses)
                 grads = [g / count for g in grads]  # never in place: autograd may return one tensor for two parameters
-        return _joined(losses), grads
+        return _joined(losses, self._weights), grads
 
     def _add_grad(self, loss: Tensor, sums: list[Tensor] | None) -> list[Tensor]:
         if not loss.requires_grad:
@@ -462,10 +484,13 @@ def _is_summed(node: Any, how: str) -> bool:
         return True
 
 
-def _joined(losses: list[Tensor]) -> Tensor:
+def _joined(losses: list[Tensor], weights: Sequence[float] | None) -> Tensor:
     """The losses of all micro-batches: as the closure returned them, or in one row."""
     if len(losses) == 1:
         return losses[0]
     if len({x.dim() for x in losses}) > 1:
         raise ValueError("the closures of one step must all return means, or all return per-example losses.")
-    return torch.stack(losses).mean() if losses[0].dim() == 0 else torch.cat(losses)
+    if losses[0].dim() > 0:
+        return torch.cat(losses)
+    means = losses if weights is None else [x * weight for x, weight in zip(losses, weights, strict=True)]
+    return torch.stack(means).mean()

@@ -23,6 +23,7 @@ from adammcmc.kernels.kernel import ChainState, Kernel
 from adammcmc.kernels.proposal import Prolate
 from adammcmc.kernels.scaling import Block, Kronecker, Scaling
 from adammcmc.samplers.adaptation import BurnIn, Change, mean_of, momentum_spread
+from adammcmc.samplers.forces import Forces, checked_forces
 from adammcmc.samplers.packing import Packing
 from adammcmc.samplers.sampler import Common, Params, Sampler
 from adammcmc.samplers.tuned import Turned
@@ -184,6 +185,8 @@ class Underdamped(_Preconditioned):
             gradients for a step, and more effective draws for a gradient. None is 8 on the CPU with `fixed_data=True`, and 1
             elsewhere: a CUDA graph has the same steps for every move. (1 also for stacked chains of a network with buffers,
             where all would be evaluated again for the one that tries longest.)
+        forces: the arithmetic of gradients, "tf32" or "bfloat16"; None is that of the model. The chain stays exact, because the
+            losses that decide are computed as ever, in one more forward for each test (so take some `num_leapfrog`).
         persistent_uniform: shift the uniform number of the test instead of drawing a new one (Neal 2020): fewer reversals. None
             does so where the test allows it.
         preconditioner: A. None or "diagonal" learns a diagonal in burn-in; "kron" also turns each weight matrix into the basis
@@ -210,11 +213,12 @@ class Underdamped(_Preconditioned):
         num_leapfrog: int = 1,
         persistent_uniform: bool | None = None,
         num_chances: int | None = None,
+        forces: Forces | None = None,
         preconditioner: Literal["diagonal", "kron"] | Metric | None = None,
         **common: Unpack[Common],
     ) -> None:
         self.friction, self.num_leapfrog, self.persistent_uniform = friction, num_leapfrog, persistent_uniform
-        self.num_chances = num_chances
+        self.num_chances, self.forces = num_chances, checked_forces(forces)
         super().__init__(params, step_size, {}, num_data=num_data, prior=prior, preconditioner=preconditioner, **common)
 
     def _kernel(self, packing: Packing) -> Kernel:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,25 @@ from adammcmc.samplers.chains import Network
 from adammcmc.samplers.closure import Closure, ClosurePotential
 from adammcmc.samplers.layers import GraphNumbers, Layers
 from adammcmc.samplers.packing import Packing
+from adammcmc.target.batches import Parts, to_device
 from adammcmc.target.data import Examples
 from adammcmc.target.leaves import Leaves
 
 if TYPE_CHECKING:
     from adammcmc.samplers.sampler import Sampler
 
-__all__ = ["LiveNetwork"]
+__all__ = ["LiveNetwork", "closures_of"]
+
+
+def closures_of(loss: Callable[[Any], Tensor], batch: Any, device: torch.device) -> list[Closure]:
+    """One for each part of a batch; parts that are elsewhere come to the device when they are evaluated."""
+    if not isinstance(batch, Parts):
+        return [functools.partial(loss, batch)]
+    return [functools.partial(_evaluated, loss, part, device) for part in batch]
+
+
+def _evaluated(loss: Callable[[Any], Tensor], part: Any, device: torch.device) -> Tensor:
+    return loss(to_device(part, device))
 
 
 class LiveNetwork(Network):
@@ -49,10 +62,11 @@ class LiveNetwork(Network):
 
     def potential(self, loss: Any, batch: Any, precision: list[float] | None) -> ClosurePotential:
         holder = self._holder
-        closures = loss if batch is None else [lambda: loss(batch)]
         return ClosurePotential(
-            closures,
+            loss if batch is None else closures_of(loss, batch, self.device),
             holder.layout(),
+            weights=batch.weights if isinstance(batch, Parts) else None,
+            forces=holder.forces,
             target=holder.target,
             examples=self.examples,
             layers=self.layers,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,11 +18,13 @@ from adammcmc.kernels.kernel import ChainState, Kernel
 from adammcmc.kernels.scaling import Scaling
 from adammcmc.samplers.adaptation import Change
 from adammcmc.samplers.closure import Closure, expand
+from adammcmc.samplers.forces import Forces
 from adammcmc.samplers.layers import Layers
-from adammcmc.samplers.one_chain import LiveNetwork
+from adammcmc.samplers.one_chain import LiveNetwork, closures_of
 from adammcmc.samplers.packing import Packing, RowsToHold, padding_rows
 from adammcmc.samplers.replay import ReplayedChains
 from adammcmc.samplers.torch_optimizer import Common, Params, Shell
+from adammcmc.target.batches import Parts
 from adammcmc.target.data import Examples
 from adammcmc.target.leaves import Leaves, same
 from adammcmc.target.likelihood import grows as loss_grows
@@ -63,6 +64,8 @@ class Sampler(Shell):
     """
 
     chains: ReplayedChains
+    forces: Forces = "float32"
+    """The arithmetic of gradients."""
 
     def _start(self, examples: Examples | None) -> None:
         """The chain at its first step."""
@@ -107,6 +110,8 @@ class Sampler(Shell):
 
     def why_not_stacked(self) -> str | None:
         """Why the chain cannot be one of a stack (`stacked`)."""
+        if self.forces != "float32":
+            return "`forces` is for one chain at a time"
         return None if self.reference is None else "a control variate is expanded for one chain at a time"
 
     def pure_kernel(self) -> tuple[Any, Any]:
@@ -215,8 +220,8 @@ class Sampler(Shell):
             if not callable(closure):
                 raise TypeError(f"step(loss, batch) needs a function of the batch, got {type(closure).__name__}.")
             loss = cast(Callable[[Any], Tensor], closure)
-            self._check_mean(loss, batch)
-            self.network.closures = [functools.partial(loss, batch)] if self.fixed_data else ()
+            self._check_mean(loss, batch[0] if isinstance(batch, Parts) else batch)
+            self.network.closures = closures_of(loss, batch, self.device) if self.fixed_data else ()
             return self._transition(lambda: self.chains.step(loss, batch))
         closures: Any = [closure] if callable(closure) else closure
         if not isinstance(closures, list | tuple) or not closures or not all(map(callable, closures)):

@@ -34,7 +34,7 @@ from adammcmc.samplers.sampler import Sampler
 from adammcmc.samplers.tuned import tuned_by_burn_in, tuned_of_stack
 from adammcmc.samplers.view import ChainView
 from adammcmc.samplers.vmapped import StackedPrior, VmappedModel
-from adammcmc.target.batches import Batch
+from adammcmc.target.batches import Batch, Parts, to_device
 from adammcmc.target.data import Examples
 from adammcmc.target.leaves import Leaves, Setting, by_chain, spread_settings
 from adammcmc.target.potential import Evaluation, Target, potential_difference
@@ -96,11 +96,24 @@ class StackedPotential(NetworkPotential):
 
     def _evaluate_loss(self, params: Leaves, *, with_grad: bool) -> tuple[Tensor, Leaves | None]:
         """The losses, and the gradient of their mean without the prior."""
+        if not isinstance(self._batch, Parts):
+            return self._evaluate_batch(params, self._batch, with_grad=with_grad)
+        found, total = [], None
+        weights = [weight / len(self._batch) for weight in self._batch.weights]
+        for part, weight in zip(self._batch, weights, strict=True):
+            losses, grad = self._evaluate_batch(params, to_device(part, self._stack.device), with_grad=with_grad)
+            found.append(losses if losses.dim() > 1 else losses * weight)
+            if grad is not None:
+                shares = tuple(g * weight for g in grad)
+                total = shares if total is None else tuple(torch._foreach_add(total, shares))
+        return torch.cat(found, 1) if found[0].dim() > 1 else torch.stack(found).sum(0), total
+
+    def _evaluate_batch(self, params: Leaves, batch: Batch, *, with_grad: bool) -> tuple[Tensor, Leaves | None]:
         stack = self._stack
         with torch.set_grad_enabled(with_grad):
             leaves = tuple(x.detach().requires_grad_(with_grad) for x in params)
             with stack.layers.modes(), stack.layers.same_numbers(self._numbers):
-                losses, self.moved = stack.model.call(stack.loss, leaves, stack.buffers, self._batch)
+                losses, self.moved = stack.model.call(stack.loss, leaves, stack.buffers, batch)
             _check(losses)
             if not with_grad:
                 return losses, None

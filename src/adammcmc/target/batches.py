@@ -9,10 +9,25 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-__all__ = ["Batch", "describe_batch", "joined_batches", "num_rows", "part_of", "regrouped", "to_device"]
+__all__ = ["Batch", "Parts", "describe_batch", "joined_batches", "num_rows", "part_of", "regrouped", "to_device"]
 
 Batch = Any
 """A tensor, or tensors in tuples, lists and dictionaries, each with one row per example."""
+
+
+class Parts(tuple[Batch, ...]):
+    """A batch in parts, one after another, which are evaluated in turn: all its rows at once would need too much memory."""
+
+    @property
+    def weights(self) -> list[float]:
+        """Of each part in the mean over all rows, times the number of parts."""
+        rows = [num_rows(part) for part in self]
+        return [len(rows) * number / sum(rows) for number in rows]
+
+
+_pytree.register_pytree_node(
+    Parts, lambda parts: (list(parts), None), lambda parts, _: Parts(parts), serialized_type_name="adammcmc.Parts"
+)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -124,6 +124,12 @@ class DataDensity:
             self.known = params, grad
         return Evaluation(losses.detach(), log_prior.detach(), grad)
 
+    def force(self, params: Leaves) -> Leaves:
+        """See `Potential`."""
+        grad = self.evaluate(params, with_grad=True).grad
+        assert grad is not None
+        return grad
+
     def evaluate_some(self, params: Leaves, chains: Tensor) -> Evaluation:
         """See `Potential`."""
         return self.evaluate(params, with_grad=True)

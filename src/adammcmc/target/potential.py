@@ -98,6 +98,12 @@ class Potential(Protocol):
     def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
         """The losses, the log prior and, if requested, the gradient of V at `params`."""
 
+    def force(self, params: Leaves) -> Leaves:
+        """The gradient of V alone: all that the points inside of a trajectory need."""
+        grad = self.evaluate(params, with_grad=True).grad
+        assert grad is not None
+        return grad
+
     def evaluate_some(self, params: Leaves, chains: Tensor) -> Evaluation:
         """The same, with its gradient, of the chains in this mask, (chains,); the numbers of the others mean nothing."""
         return self.evaluate(params, with_grad=True)
