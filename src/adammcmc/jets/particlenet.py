@@ -18,7 +18,7 @@ The first layer of h needs one product per particle, not per edge: W [x_i, x_j -
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from itertools import pairwise
@@ -33,7 +33,7 @@ from adammcmc.jets.data import Rows
 if TYPE_CHECKING:
     from adammcmc.jets.edges import Layout
 
-__all__ = ["NOBODY", "Cloud", "ParticleNet", "ParticleNetLite", "nearest"]
+__all__ = ["NOBODY", "Cloud", "ParticleNet", "ParticleNetLite", "nearest", "restated"]
 
 NOBODY = 255
 """In `Cloud.neighbours`: the jet has too few particles for another neighbour. It counts as a neighbour with zero features."""
@@ -283,6 +283,29 @@ class ParticleNetLite(ParticleNet):
     def __init__(self, num_features: int = 7, num_classes: int = 2, *, dropout: float = 0.1, max_particles: int = 128) -> None:
         blocks = ((7, (32, 32, 32)), (7, (64, 64, 64)))
         super().__init__(num_features, num_classes, blocks, hidden=128, dropout=dropout, max_particles=max_particles)
+
+
+def restated(net: nn.Module, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state of a network with the BatchNorm statistics of another; in evaluation mode it is the same function as before.
+
+        w (x - m) / s + b = w' (x - m') / s' + b',      w' = w s' / s,      b' = b + w (m' - m) / s
+
+    Args:
+        net: the network, whose layers have the names of the other's.
+        like: the state of the other, with the statistics m' and s'^2.
+    """
+    state = {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
+    for name, bn in net.named_modules():
+        if not isinstance(bn, nn.BatchNorm1d):
+            continue
+        mean, var = like[f"{name}.running_mean"], like[f"{name}.running_var"]
+        old_mean, old_var = state[f"{name}.running_mean"], state[f"{name}.running_var"]
+        weight = state[f"{name}.weight"]
+        state[f"{name}.bias"] += weight * (mean - old_mean) * (old_var + bn.eps).rsqrt()
+        state[f"{name}.weight"] = weight * ((var + bn.eps) / (old_var + bn.eps)).sqrt()
+        for buffer in ("running_mean", "running_var", "num_batches_tracked"):
+            state[f"{name}.{buffer}"] = like[f"{name}.{buffer}"].clone()
+    return state
 
 
 _FAR = 1e9  # where weaver-core puts padding

@@ -6,20 +6,21 @@ A new setting is one field, with its line under "Args". This module does not imp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from adammcmc.jets.data import Jets
 
-__all__ = ["NetworkName", "Precision", "SamplerName", "Sampling", "Training"]
+__all__ = ["ForcesName", "NetworkName", "Precision", "SamplerName", "Sampling", "Training"]
 
 NetworkName = Literal["particlenet", "lite"]
 Precision = Literal["float32", "bfloat16"]
 SamplerName = Literal["adam-mcmc", "as-released", "underdamped"]
+ForcesName = Literal["float32", "tf32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Sampling:
     Args:
         sampler: "adam-mcmc" is Algorithm 1 of the paper, approximate; "as-released" is the variant in the published code;
             "underdamped" is exact, tunes itself, and uses all jets in each step (it ignores `lr`, `sigma` and `batch_size`).
+            Each of its chains starts from a network of its own, trained as the tagger was, from another seed.
         lr: learning rate of the Adam step.
         betas: of its moments, which start from those of the training.
         sigma: standard deviation of the noise on one weight; larger values are rejected more often.
@@ -98,9 +100,11 @@ class Sampling:
             0 is flat (the paper's, on a large ball): there is then no posterior unless the loss bounds it.
         batch_size: jets in a step.
         burn_in: steps to discard at the start; by default a quarter of the steps that follow, or until the sampler has adapted.
-        gap: steps between two draws.
-        num_draws: draws of each chain.
-        num_chains: chains, one after the other, from the same start.
+        gap: steps between two draws; by default 100, for "underdamped" 10.
+        num_draws: draws of each chain; by default 10, for "underdamped" 100.
+        num_chains: chains, one after the other; by default 1, for "underdamped" 4.
+        forces: the arithmetic of the gradients of "underdamped", which stays exact in any; by default bfloat16 on a GPU.
+        num_leapfrog: gradients of "underdamped" for each test; by default 4 on a GPU and 1 on a CPU.
         in_training_mode: BatchNorm on batch statistics, and dropout, as in the paper. By default the network runs in
             evaluation mode, so that the loss is one function of the weights.
         seed: fixes every random number of the chains.
@@ -115,15 +119,27 @@ class Sampling:
     prior_gain: float | None = 2.0
     batch_size: int | None = 512
     burn_in: int | None = None
-    gap: int = 100
-    num_draws: int = 10
-    num_chains: int = 1
+    gap: int | None = None
+    num_draws: int | None = None
+    num_chains: int | None = None
+    forces: ForcesName | None = None
+    num_leapfrog: int | None = None
     in_training_mode: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.sampler not in get_args(SamplerName):
             raise ValueError(f"there is no sampler '{self.sampler}'. Known: {', '.join(get_args(SamplerName))}.")
+        if self.sampler != "underdamped" and (self.forces is not None or self.num_leapfrog is not None):
+            raise ValueError("`forces` and `num_leapfrog` are settings of the sampler 'underdamped'.")
+
+    def complete(self, *, on_gpu: bool) -> Sampling:
+        """The same settings with the defaults of this sampler for those that are None."""
+        usual: dict[str, Any] = {"gap": 100, "num_draws": 10, "num_chains": 1}
+        if self.sampler == "underdamped":
+            own = {"forces": "bfloat16", "num_leapfrog": 4} if on_gpu else {"forces": "float32", "num_leapfrog": 1}
+            usual = {"gap": 10, "num_draws": 100, "num_chains": 4} | own
+        return replace(self, **{name: value for name, value in usual.items() if getattr(self, name) is None})
 
 
 def _permutation(number: int) -> Tensor:

@@ -8,7 +8,8 @@ Training can stop after any epoch, and resumes bit for bit on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from adammcmc.jets.data import Jets
 from adammcmc.jets.features import JetData, cloud_bytes
-from adammcmc.jets.particlenet import ParticleNet, ParticleNetLite
+from adammcmc.jets.particlenet import ParticleNet, ParticleNetLite, restated
 from adammcmc.jets.selection import check_two_classes
 from adammcmc.jets.settings import Precision, Sampling, Training
 from adammcmc.jets.streaming import StreamedJets
@@ -34,6 +35,7 @@ from adammcmc.samplers.adam import AdamMCMC, AsReleased
 from adammcmc.samplers.exact import Underdamped
 from adammcmc.samplers.progress import Bar, show_bar
 from adammcmc.target.batches import to_device
+from adammcmc.target.data import derive_seed
 from adammcmc.target.priors import Gaussian
 
 __all__ = ["NETWORKS", "Sampling", "Tagger", "Training", "best_device"]
@@ -240,28 +242,69 @@ class Tagger:
             changes: fields of `Sampling` to change, such as gap=50.
         """
         check_two_classes(jets)
-        settings = replace(settings or Sampling(), **changes)
+        settings = replace(settings or Sampling(), **changes).complete(on_gpu=self.device.type == "cuda")
         is_exact, batch_size = settings.sampler == "underdamped", settings.batch_size
-        if is_exact and isinstance(jets, StreamedJets):
+        if isinstance(jets, StreamedJets) and is_exact:
             raise ValueError("'underdamped' uses all jets in each step: they must fit in memory.")
-        names = ("inverse_temperature",) if is_exact else ("inverse_temperature", "lr", "betas", "sigma", "sigma_along")
+        names = ("lr", "betas", "sigma", "sigma_along")
+        if is_exact:
+            names = ("forces", "num_leapfrog")
+        options = {name: getattr(settings, name) for name in ("inverse_temperature", *names)}
         self.net.train(settings.in_training_mode)
-        return Plan(
-            self._called,
-            self.data(jets, None if is_exact or batch_size is None else min(batch_size, len(jets))),
-            F.cross_entropy,
-            sampler=partial(SAMPLERS[settings.sampler], **{name: getattr(settings, name) for name in names}),
-            prior=Gaussian.fan_in(self.net, settings.prior_gain) if settings.prior_gain else None,
-            warm_start=None if is_exact else self.adam,
-            burn_in=settings.burn_in,
-            gap=settings.gap,
-            num_draws=settings.num_draws,
-            num_chains=settings.num_chains,
-            seed=settings.seed,
-            path=path,
-            resume=resume,
-            progress=progress,
-        ).run()
+        assert settings.gap is not None
+        assert settings.num_draws is not None
+        assert settings.num_chains is not None
+        with self._in_full_precision() if is_exact else nullcontext():
+            return Plan(
+                self._called,
+                self.data(jets, None if is_exact or batch_size is None else min(batch_size, len(jets))),
+                F.cross_entropy,
+                sampler=partial(SAMPLERS[settings.sampler], **options),
+                prior=Gaussian.fan_in(self.net, settings.prior_gain) if settings.prior_gain else None,
+                warm_start=None if is_exact else self.adam,
+                initial=self._starts(jets, settings, path, resume=resume, progress=progress) if is_exact else None,
+                burn_in=settings.burn_in,
+                gap=settings.gap,
+                num_draws=settings.num_draws,
+                num_chains=settings.num_chains,
+                seed=settings.seed,
+                path=path,
+                resume=resume,
+                progress=progress,
+            ).run()
+
+    @contextmanager
+    def _in_full_precision(self) -> Iterator[None]:
+        """Energies that decide are computed in float32; `forces` says how gradients are."""
+        before, self.net.autocast = self.net.autocast, None
+        try:
+            yield
+        finally:
+            self.net.autocast = before
+
+    def _starts(
+        self, jets: Jets | StreamedJets, settings: Sampling, path: str | Path | None, *, resume: bool, progress: bool
+    ) -> list[dict[str, Tensor]] | None:
+        """Where chains start apart; None where the folder has their starts already, or where there is one chain."""
+        assert settings.num_chains is not None
+        if settings.num_chains == 1 or (resume and path is not None and (Path(path) / "run.json").exists()):
+            return None
+        return self.members(jets, settings.num_chains, progress=progress)
+
+    def members(self, jets: Jets | StreamedJets, number: int, *, progress: bool = True) -> list[dict[str, Tensor]]:
+        """Weights for chains to start from: the tagger's own, then those of networks trained likewise from other seeds.
+
+        All are expressed with the BatchNorm statistics of the tagger, which are no weights, so that chains from them have the
+        same target. The function of each network is the one that was trained.
+        """
+        own = {name: tensor.detach().clone() for name, tensor in self.net.state_dict().items()}
+        found = [own]
+        for i in range(1, number):
+            other = Tagger(replace(self.training, seed=derive_seed(self.training.seed, i)), device=self.device)
+            other.net.autocast = self.net.autocast
+            other.train(jets, progress=progress)
+            found.append(restated(other.net, own))
+        return found
 
     def posterior(self, folder: str | Path) -> Posterior:
         """The draws that are stored in this folder."""

@@ -65,6 +65,11 @@ class Session:
             warn(f"this run cannot be resumed if it is interrupted: {self.data.why_not_resumable}.")
         self._is_resumed = plan.resume and (plan.folder / MANIFEST).exists()
         self.has_fixed_data = self.data.batch_size == self.data.num_data  # every batch is the whole data set
+        if plan.chunk_size is not None and not self.has_fixed_data:
+            raise ValueError(
+                f"`chunk_size` is for steps that use all data, but these use batches of {self.data.batch_size} of "
+                f"{self.data.num_data} examples: leave out one of the two. (`FullData` has a `chunk_size` of its own.)"
+            )
         self.factory = as_factory(plan.sampler, plan.prior, self.model, self.has_fixed_data)
         order: Order = getattr(innermost(self.factory), "batch_order", "shuffled")
         if order != "shuffled" and not self.has_fixed_data:
