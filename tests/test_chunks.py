@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adammcmc import BurnIn, FullData, Gaussian, MALA, Posterior, Underdamped, sample
+from adammcmc import MALA, BurnIn, FullData, Gaussian, Posterior, Underdamped, sample
 from adammcmc.runs.chunks import in_parts, rows_at_once
 from adammcmc.samplers.forces import arithmetic, checked_forces
 from adammcmc.target.batches import Parts

@@ -33,6 +33,7 @@ from adammcmc.kernels.words import preconditioner_in_words
 from adammcmc.samplers.approach import Approach
 from adammcmc.samplers.budget import Budget
 from adammcmc.samplers.diagnostics import rhat
+from adammcmc.samplers.fisher import fisher_metric
 from adammcmc.samplers.metric import Kind, MetricSums
 from adammcmc.samplers.persistence import Persistence
 from adammcmc.samplers.warmup import WarmUp
@@ -49,6 +50,8 @@ _WATCHED = 32  # coordinates
 _LAST_WINDOW = 600  # steps of the last window, over all chains
 _RESCUE, _MOST_RESCUES = 50, 6  # steps and number of the windows that follow while chains are frozen
 _AGREEING = 1.02  # R-hat
+_LARGE = 10_000  # weights from which on metrics are those of batches: few directions are stiff, and steps are many
+_SMALL_ERRORS = 0.1, 0.01  # of a step in the approach with this metric, which needs no longer ones (`samplers.approach`)
 _NOT_SAVED = ("settings", "approach", "budget", "_persistence", "_precision", "_shapes", "_sums", "_metric_in_use")
 # by what the steps of a single chain change, if its acceptance relative to the target is above the first number
 _OWN_FACTORS = (-1.0, 0.125), (0.05, 0.5), (0.3, 1.0), (0.6, 2.0), (1.1, 4.0)
@@ -140,6 +143,7 @@ class Adaptation(_Looks):
         scaling: which metric to learn where the settings leave it open.
         watches: whether chains must also agree on their positions before burn-in ends (a density's must).
         friction: to begin with, where it is tuned (chains must be watched).
+        step_size: to begin with; where it is known, and the approach has a metric of batches, tuning begins at its steps.
     """
 
     def __init__(
@@ -157,6 +161,7 @@ class Adaptation(_Looks):
         scaling: Kind = "diagonal",
         watches: bool = False,
         friction: float | None = None,
+        step_size: float | None = None,
     ) -> None:
         self.settings = settings
         self.target = target if settings.target_acceptance is None else settings.target_acceptance
@@ -179,6 +184,13 @@ class Adaptation(_Looks):
             raise ValueError(f"`scaling` = {settings.scaling!r} needs a velocity (`underdamped` or `microcanonical`).")
         self._power = 1.0 if velocity else 0.5
         self._watches = watches
+        self._first_step_size = step_size
+        self._learns_from_batches = velocity and approaches and self._learns and self._kind == "diagonal"
+        self._learns_from_batches &= (
+            num_params >= _LARGE and precision is not None and all(bool((q > 0).all()) for q in precision)
+        )
+        self._of_batches: Leaves | None = None
+        """The metric of batches (`samplers.fisher`) where the chains stand, or stood."""
         self._persistence = None if friction is None else Persistence(friction)
         self._kappa = None
         if tunes_sigma_along and (rate := settings.proposal_acceptance) is not None:
@@ -308,6 +320,8 @@ class Adaptation(_Looks):
 
     def approach_metric(self, own: Leaves | Scaling | None, params: Leaves) -> Leaves | Scaling | None:
         """A during the approach: the kernel's own, or the prior's variances (in the dtype of a velocity of these weights)."""
+        if self._of_batches is not None:
+            return tuple(a.to(widen(x).dtype) for a, x in zip(self._of_batches, params, strict=True))
         if own is not None or self._precision is None or any(bool((q <= 0).any()) for q in self._precision):
             return own
         return tuple((1 / q).to(widen(x).dtype) for q, x in zip(self._precision, params, strict=True))
@@ -320,16 +334,40 @@ class Adaptation(_Looks):
         is_over = approach.is_done or self.budget.is_late
         if is_over or (approach.has_new_window and not approach.is_in_last_stretch):
             if self._learns and (is_over or self._precision is None):
-                metric = self._sums.learn(self._metric_in_use)
+                metric = self._sums.learn(self._metric_in_use) if self._of_batches is None else self._of_batches
             self._sums = MetricSums(self._kind, self._precision, self._shapes)
         factor = 0.0 if metric is None else self._rescale(metric)
+        lengthened = 1.0
+        if is_over and self._of_batches is not None and self._first_step_size is not None:
+            lengthened = approach.step_size / self._first_step_size
         if is_over:
             self._has_approached = approach.is_level
             self.approach, self._num_approach = None, self._step
             self._start_tuning()
         elif metric is not None:
             approach.rescale(factor)
-        return Change(1.0, None, metric)
+        return Change(lengthened, None, metric)
+
+    def look(self, network: Any, loss: Any, batch: Any) -> None:
+        """Take the metric of batches at the chains' present weights, if it is wanted next."""
+        if not self._learns_from_batches or not self._is_metric_due():
+            return
+        assert self._precision is not None
+        before, found = self._of_batches, fisher_metric(network, loss, batch, self._precision)
+        if found is None:
+            self._learns_from_batches = before is not None
+            return
+        self._of_batches = found
+        if self.approach is not None:
+            self.approach.variances = _SMALL_ERRORS
+            old = tuple(1 / q for q in self._precision) if before is None else before
+            self.approach.rescale(0.5 * math.log(mean_of(old) / mean_of(found)))
+
+    def _is_metric_due(self) -> bool:
+        """At the start, after each window of the approach and before its end; then before each window ends, but the last."""
+        if (approach := self.approach) is not None:
+            return self._step == 1 or approach.has_new_window or approach.num_left == 1
+        return not self._is_last and self._in_window == self._length - 1
 
     def _pooled_rate(self, acceptance: Tensor) -> float:
         """The mean acceptance of the chains that move: one in a bad place shall not shorten the steps of all."""
@@ -421,6 +459,8 @@ class Adaptation(_Looks):
     def _metric(self) -> Leaves | Scaling | None:
         if not self._learns:
             return None
+        if self._of_batches is not None:
+            return self._of_batches
         found = self._sums.learn(self._metric_in_use)
         if isinstance(found, tuple) and self._power != 1.0:  # Adam's scaling, for kernels without a velocity
             found = tuple(a.pow(self._power) for a in found)
@@ -530,6 +570,7 @@ def _restore(of: Adaptation, state: dict[str, Any]) -> None:
     of._sums = MetricSums(of._kind, of._precision, of._shapes)
     of._sums.load_state_dict(state["sums"])
     of._metric_in_use = restored(state["metric"])
+    of._of_batches = None if of._of_batches is None else tuple(of._of_batches)
     if state["approach"] is None:
         of.approach = None
     else:

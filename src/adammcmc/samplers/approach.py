@@ -39,6 +39,8 @@ class Approach:
     """
 
     def __init__(self, num_params: int, max_steps: int, window: int = 50) -> None:
+        self.variances = _VARIANCES
+        """v until U is level, and at the end."""
         self.max_steps, self.step, self.is_done, self.is_level = max_steps, 0, False, False
         self._dim, self._natural = num_params, math.sqrt(num_params / 2)
         self._length, self._in_window = min(window, max(1, max_steps // 4)), 0
@@ -57,6 +59,17 @@ class Approach:
             self._log_steps = torch.full((num_chains,), math.log(first_step(self._dim)), dtype=torch.float64)
         return self._log_steps.exp().to(like.device)
 
+    @property
+    def step_size(self) -> float:
+        """h, its geometric mean over the chains."""
+        assert self._log_steps is not None
+        return math.exp(float(self._log_steps.mean()))
+
+    @property
+    def num_left(self) -> int:
+        """Steps until the end, as far as it is known."""
+        return self.max_steps if self._last_stretch is None else self._last_stretch[1] - self.step
+
     def rescale(self, log_factor: float) -> None:
         """The unit of the steps has changed."""
         assert self._log_steps is not None
@@ -69,7 +82,7 @@ class Approach:
 
     @property
     def _variance(self) -> float:
-        high, low = _VARIANCES
+        high, low = self.variances
         if self._last_stretch is None:
             return high
         first, end = self._last_stretch
@@ -122,5 +135,5 @@ class Approach:
         """Continue from a saved state."""
         tensors = {key: value.cpu() for key, value in state.items() if isinstance(value, Tensor)}
         stretch = state["_last_stretch"]
-        plain = {"_last_stretch": None if stretch is None else tuple(stretch), "trend": [tuple(x) for x in state["trend"]]}
-        self.__dict__.update({**state, **tensors, **plain})
+        lists = {"variances": tuple(state["variances"]), "trend": [tuple(x) for x in state["trend"]]}
+        self.__dict__.update({**state, **tensors, **lists, "_last_stretch": None if stretch is None else tuple(stretch)})

@@ -150,7 +150,8 @@ class Sampler(Shell):
         if any("initial_lr" in group for group in self.param_groups):
             self.check_schedulable()
         self.layout()  # settings are those of its leaves
-        self.parameters.check_noise(self._sigmas(), self._noise_name)
+        if not self.chains.is_adapting or self.chains.num_steps == 0:  # burn-in changes them
+            self.parameters.check_noise(self._sigmas(), self._noise_name)
 
     def prepare(self, potential: Any, state: ChainState) -> ChainState:
         return state._replace(memory=self._gather(self.layout(), state.memory))

@@ -209,6 +209,7 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
             approaches=self.fixed_data and self.acceptance.is_metropolis and self.acceptance.uses_batch_only,
             shapes=[[packing.shapes[i] for i in members] for members in packing.members],
             scaling=self._scaling,
+            step_size=float(self.param_groups[0]["lr"]) if self._has_velocity else None,
         )
 
     def _precision_of(self, packing: Packing) -> Leaves | None:

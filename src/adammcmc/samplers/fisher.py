@@ -1,0 +1,80 @@
+r"""The curvature of the data where chains stand, from the gradients of batches: a metric for chains that are not at rest yet.
+
+    F = (lambda n)^2 / lambda * (b / n) Var_B (grad lbar_B),      A = 1 / (F + q)
+
+over 64 batches B of b examples, one pass over the data; q: the precision of the prior. F is the diagonal of the empirical
+Fisher information, lambda sum_i (grad l_i)^2, but for the square of the mean gradient. The gradient of all data along a
+chain (`samplers.metric`) has the same second moment once the chain is at rest. Before that it measures how far away the
+chain is, in a few stiff directions that have a part in every weight: all steps become too short, and the weights that the
+data do not determine take thousands of steps to spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adammcmc.target.batches import Batch, Parts, num_rows, part_of, to_device
+from adammcmc.target.leaves import Leaves, by_chain
+
+__all__ = ["fisher_metric"]
+
+_BATCHES = 64
+
+
+def fisher_metric(network: Any, loss: Any, batch: Batch, precision: Leaves) -> Leaves | None:
+    """A at the chains' present weights, its median over them; None where the batch cannot be divided.
+
+    Args:
+        network: the chains'.
+        loss: of a batch.
+        batch: all data; None where the loss has no batch.
+        precision: of the prior, in the shapes of the leaves.
+    """
+    batches = None if batch is None else _divided(batch)
+    if batches is None:
+        return None
+    whole = network.potential(loss, batch, None)
+    sums: list[list[Tensor]] | None = None
+    count, rows = 0, 0
+    devices = [network.device] if network.device.type == "cuda" else []
+    with network.trial(whole) as params, torch.random.fork_rng(devices):
+        for part in batches:
+            potential = network.potential(loss, to_device(part, network.device), None)
+            potential.is_rough = potential.can_be_rough
+            grad = [g.double() for g in potential.force(params)]
+            if sums is None:
+                first, sums = grad, [[torch.zeros_like(g) for g in grad] for _ in range(2)]
+            grad = [g - start for g, start in zip(grad, first, strict=True)]
+            torch._foreach_add_(sums[0], grad)
+            torch._foreach_addcmul_(sums[1], grad, grad)
+            count, rows = count + 1, rows + num_rows(part)
+    assert sums is not None
+    found = []
+    for total, squares, q in zip(*sums, precision, strict=True):
+        variance = (squares - total.square() / count).clamp_min(0) / (count - 1)
+        # (b / n) (lambda n)^2 / lambda, with b = n / count
+        unit = torch.as_tensor(whole.scale, dtype=torch.float64, device=total.device).square() / count
+        unit = unit / torch.as_tensor(whole.inverse_temperature, dtype=torch.float64, device=total.device)
+        curvature = (variance * by_chain(unit, variance)).median(0).values if len(variance) > 1 else variance[0] * unit
+        found.append((1 / (curvature + q)).to(total.dtype))
+    if not all(bool(a.isfinite().all()) for a in found):
+        return None
+    return tuple(found)
+
+
+def _divided(batch: Batch) -> Iterator[Batch] | None:
+    """About 64 batches of one size; what is left over is not used."""
+    wholes = list(batch) if isinstance(batch, Parts) else [batch]
+    try:
+        size = sum(map(num_rows, wholes)) // _BATCHES
+        if size < 1:
+            return None
+        part_of(wholes[0], slice(0, size))
+    except Exception:  # rows that cannot be told apart
+        return None
+    starts = [(whole, i) for whole in wholes for i in range(0, num_rows(whole) - size + 1, size)]
+    return (part_of(whole, slice(i, i + size)) for whole, i in starts)
