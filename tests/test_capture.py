@@ -30,6 +30,7 @@ from adammcmc import (
     sample,
 )
 from adammcmc.backends.graphs import Captured, _no_collection
+from adammcmc.target.batches import Parts
 from adammcmc.target.potential import Target
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -502,3 +503,38 @@ def test_the_graph_of_a_sampler_that_is_gone_spoils_no_other() -> None:
         captured()
     finally:
         gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("options", [{}, {"forces": "bfloat16", "num_leapfrog": 3}], ids=["float32", "bfloat16"])
+def test_all_data_in_parts_are_one_captured_step(options: dict[str, Any], reduction: str) -> None:
+    """Unequal parts: the steps without a graph, energies in full precision, and nothing copied again."""
+    x, y = (torch.cat(parts) for parts in zip(*batches(), strict=True))
+    parts = Parts([(x[:150], y[:150]), (x[150:300], y[150:300]), (x[300:], y[300:])])
+
+    def make(m: nn.Module) -> Sampler:
+        own: dict[str, Any] = {"num_data": 320, "prior": Gaussian(), "fixed_data": True, "generator": generator()}
+        return Underdamped(m.parameters(), 1e-2, num_chances=1, **own, **options)
+
+    paths = []
+    for is_captured in (True, False):
+        model = network()
+        sampler = make(model)
+        loss = partial(_cross_entropy, model, reduction)
+        if not is_captured:
+            sampler.chains.graphs._reason = "a test"
+        path = []
+        for _ in range(30):
+            sampler.step(loss, parts)
+            path.append([p.detach().clone() for p in model.parameters()])
+            true = float(_cross_entropy(model, "mean", (x, y)).detach())
+            assert float(sampler.chains.present_loss()) == pytest.approx(true, rel=1e-5)
+        paths.append(path)
+        assert bool(sampler.chains.graphs._graphs) == (is_captured and DEVICE == "cuda")
+        assert sampler.describe().endswith("| exact")
+    for ours, theirs in zip(*paths, strict=True):
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
+
+
+def _cross_entropy(model: nn.Module, reduction: str, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction=reduction)

@@ -51,7 +51,7 @@ _LAST_WINDOW = 600  # steps of the last window, over all chains
 _RESCUE, _MOST_RESCUES = 50, 6  # steps and number of the windows that follow while chains are frozen
 _AGREEING = 1.02  # R-hat
 _LARGE = 10_000  # weights from which on metrics are those of batches: few directions are stiff, and steps are many
-_SMALL_ERRORS = 0.1, 0.01  # of a step in the approach with this metric, which needs no longer ones (`samplers.approach`)
+_SMALL_ERRORS = 0.005, 0.002  # of a step in the approach with this metric, which needs no longer ones (`samplers.approach`)
 _NOT_SAVED = ("settings", "approach", "budget", "_persistence", "_precision", "_shapes", "_sums", "_metric_in_use")
 # by what the steps of a single chain change, if its acceptance relative to the target is above the first number
 _OWN_FACTORS = (-1.0, 0.125), (0.05, 0.5), (0.3, 1.0), (0.6, 2.0), (1.1, 4.0)
@@ -357,11 +357,12 @@ class Adaptation(_Looks):
         if found is None:
             self._learns_from_batches = before is not None
             return
-        self._of_batches = found
+        # one point is not all of the target: the geometric mean with those before, whose weights halve
+        self._of_batches = found if before is None else tuple((a * b).sqrt() for a, b in zip(found, before, strict=True))
         if self.approach is not None:
             self.approach.variances = _SMALL_ERRORS
             old = tuple(1 / q for q in self._precision) if before is None else before
-            self.approach.rescale(0.5 * math.log(mean_of(old) / mean_of(found)))
+            self.approach.rescale(0.5 * math.log(mean_of(old) / mean_of(self._of_batches)))
 
     def _is_metric_due(self) -> bool:
         """At the start, after each window of the approach and before its end; then before each window ends, but the last."""
