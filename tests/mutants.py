@@ -330,6 +330,13 @@ MUTANTS = [
         "tests/test_kernels.py",
     ),
     Mutant(
+        "refused trajectories are followed in all of burn-in",
+        "samplers/chains.py",
+        " and not adaptation.is_in_last_window\n",
+        "\n",
+        "tests/test_burn_in.py",
+    ),
+    Mutant(
         "chains that are evaluated without the others get their gradients",
         "samplers/stacked.py",
         "grad = tuple(torch.zeros_like(x).index_copy(0, rows, g)",

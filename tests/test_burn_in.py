@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from adammcmc import BurnIn, Density, Gaussian, Microcanonical, Underdamped, kernels, sample_density, warm_up
+from adammcmc.backends.streams import streams
 from adammcmc.samplers.approach import Approach
+from adammcmc.samplers.chains import Chains
 from adammcmc.samplers.descent import descend
-from tests.optimizers import closure, network, seeded
+from adammcmc.samplers.stacked import setup_of
+from adammcmc.samplers.stacked import stack as stack_chains
+from adammcmc.target.likelihood import Loss
+from tests.optimizers import X, Y, closure, network, seeded, underdamped
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -126,9 +133,9 @@ def test_the_approach_ends_when_u_is_level_and_its_steps_fit_each_chain(dim: int
 
 @pytest.mark.parametrize("options", [{}, {"preconditioner": "kron"}], ids=["diagonal", "kron"])
 @pytest.mark.parametrize("make", [Underdamped, Microcanonical])
-@pytest.mark.parametrize("split", [30, 150, 390])
+@pytest.mark.parametrize("split", [30, 190, 300, 390])
 def test_burn_in_resumes_bit_for_bit(make: type, options: dict[str, str], split: int) -> None:
-    """In the approach, while the metric is learnt, and after its end."""
+    """In the approach, while the metric is learnt, in the last window, and after its end."""
 
     def sampler(model):  # type: ignore[no-untyped-def]
         burn_in = BurnIn(num_steps=380)
@@ -154,6 +161,39 @@ def test_burn_in_resumes_bit_for_bit(make: type, options: dict[str, str], split:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     if options:
         assert any("left" in other.state[p] for p in again.parameters())
+
+
+@pytest.mark.parametrize("num_chains", [1, 3])
+def test_refused_moves_are_followed_only_from_the_last_window_on(num_chains: int) -> None:
+    """Before it every step has one gradient, and nothing is accepted later; what is tuned to holds when moves are followed."""
+    model = network()
+    burn_in = BurnIn(num_steps=600, approach=False, target_acceptance=0.7)
+    sampler = underdamped(model, step_size=None, fixed_data=True, burn_in=burn_in)
+    chains: Chains = sampler.chains
+    step = partial(sampler.step, closure(model))
+    if num_chains > 1:
+        setups = [setup_of(sampler, model) for _ in range(num_chains)]
+        noise = streams(range(num_chains), torch.device("cpu"))
+        chains = stack = stack_chains(sampler, model, Loss(F.cross_entropy), setups, noise)
+        step = partial(stack.step, (X, Y))
+    adaptation = chains.adaptation
+    assert adaptation is not None
+    gradients, is_last = [], []
+    while chains.is_adapting:
+        before = adaptation.num_gradients
+        is_last.append(adaptation.is_in_last_window)
+        step()
+        gradients.append(adaptation.num_gradients - before)
+    first = is_last.index(True)
+    assert 100 < first < 400
+    assert all(is_last[first:])
+    assert gradients[1:first] == [1.0] * (first - 1)
+    assert sum(gradients[first:]) > 1.2 * len(gradients[first:])
+    for _ in range(1500):
+        step()
+    sums = chains.health_sums()
+    assert sum(s["accepted"] for s in sums) > 1.1 * sum(s["rate"] for s in sums)
+    assert abs(sum(s["rate"] for s in sums) / (1500 * num_chains) - 0.7) < 0.06
 
 
 def test_unknown_metrics_are_refused() -> None:

@@ -119,6 +119,12 @@ class _Looks:
     """Of a network's chain, on average, in the steps so far."""
     bias: list[float] | None = None
     """By how much the spread of the draws is off, as a fraction, and its standard error; None where it is not estimated."""
+    _is_last = False
+
+    @property
+    def is_in_last_window(self) -> bool:
+        """Whether the scale alone is still tuned, and the rest is as it will be when draws are taken."""
+        return self._is_last
 
     def look(self, network: Any, loss: Any, batch: Any) -> None:
         """Evaluate functions at the chains' present weights, after a step on this batch."""
