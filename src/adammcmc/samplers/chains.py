@@ -540,6 +540,7 @@ class Chains:
     def approximations(self) -> list[str]:
         """Why the chains are not exact, in a few words each; empty if they are."""
         found: list[str] = self.kernel().approximation(fixed_data=self.fixed_data)
+        found += [] if self.adaptation is None or self.adaptation.approximation is None else [self.adaptation.approximation]
         coarse = [self.resolution.approximation] if self.resolution is not None and self.resolution.is_coarse else []
         return found + self.network.approximations(fixed_data=self.fixed_data) + coarse + self._complaints()
 

@@ -22,11 +22,12 @@ from adammcmc.kernels.hamiltonian import Momentum
 from adammcmc.kernels.kernel import ChainState, Kernel
 from adammcmc.kernels.proposal import Prolate
 from adammcmc.kernels.scaling import Block, Kronecker, Scaling
-from adammcmc.samplers.adaptation import BurnIn, Change, mean_of, momentum_spread
+from adammcmc.samplers.adaptation import Adaptation, BurnIn, Change, mean_of, momentum_spread
 from adammcmc.samplers.forces import Forces, checked_forces
 from adammcmc.samplers.packing import Packing
 from adammcmc.samplers.sampler import Common, Params, Sampler
 from adammcmc.samplers.tuned import Turned
+from adammcmc.samplers.unadjusted import Unadjusted
 from adammcmc.target.leaves import Leaves, widen
 from adammcmc.target.potential import Evaluation
 from adammcmc.target.priors import Prior
@@ -271,7 +272,8 @@ class Microcanonical(Underdamped):
 
     See `adammcmc.kernels.microcanonical` for the turns and K. U mixes several times faster than under `Underdamped`, whose
     energy changes by the refresh alone. With `AlwaysAccept()` it is the unadjusted sampler, approximate, whose speed does not
-    depend on the slope: it leaves steep places without heating up.
+    depend on the slope: it leaves steep places without heating up. On fixed data burn-in then finds a step for each chain from
+    its energy error (`BurnIn`: num_steps, max_steps, max_seconds), and `describe()` says how large that is.
     """
 
     _target_acceptance = kernels.MicrocanonicalKernel.target_acceptance
@@ -284,6 +286,20 @@ class Microcanonical(Underdamped):
 
     def _why_not_fused(self) -> str | None:
         return "there is no fused step for it"
+
+    def new_adaptation(self) -> Adaptation | None:
+        if self.burn_in is None or self.acceptance.needs_noise or not self.fixed_data or self.num_leapfrog > 1:
+            return super().new_adaptation()
+        packing = self.layout()
+        return Unadjusted(
+            self.burn_in,
+            step_size=float(self.param_groups[0]["lr"]),
+            num_params=sum(packing.sizes),
+            precision=self._precision_of(packing),
+            learns=self._learns_preconditioner,
+            shapes=[[packing.shapes[i] for i in members] for members in packing.members],
+            scaling=self._scaling,
+        )
 
 
 class MALA(_Preconditioned):
