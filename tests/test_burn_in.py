@@ -229,6 +229,7 @@ def test_without_a_test_the_steps_are_those_of_the_approach(num_chains: int) -> 
     torch.testing.assert_close(lengths[0].double(), approach.steps(torch.zeros(1), num_chains), rtol=1e-6, atol=0.0)
     assert len(set(lengths[0].tolist())) == num_chains
     assert all(bool((a == 1).all()) for a in kernel.preconditioner)  # the variances of Gaussian()
+    assert kernel.friction == 1.0  # as in the approach
     said = chains.approximations()
     assert said[0] == "no Metropolis correction"
     assert said[1].startswith("energy error of a step ")
@@ -237,8 +238,9 @@ def test_without_a_test_the_steps_are_those_of_the_approach(num_chains: int) -> 
     while chains.num_steps < 1100:
         step()
     assert bool(chains.info.is_accepted.all())
-    assert all("approximate" in str(health) for health in chains.health())
-    with_test = replace(kernel, acceptance=NoTest(), friction=1.0)
+    assert not chains.health_state()["context"]["is_exact"]
+    assert all(health.grade != "sound" for health in chains.health())
+    with_test = replace(kernel, acceptance=NoTest())
     chains.kernel = lambda: with_test  # type: ignore[method-assign]
     squares = []
     while chains.num_steps < 1500:
