@@ -21,6 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ SAMPLERS: dict[str, Any] = {
     "default": None,
     "underdamped": adammcmc.Underdamped,
     "microcanonical": adammcmc.Microcanonical,
+    "unadjusted": partial(adammcmc.Microcanonical, acceptance=adammcmc.AlwaysAccept()),
 }
 GAP = 50
 
@@ -139,8 +141,10 @@ def run(data: Data, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     members = adammcmc.train_members(model, data.train, loss, arguments.members, patience=20, seed=seed)
     print(f"seed {seed}: members {of_members(model, members, data.test)}, {members.seconds:.0f} s", flush=True)
     curve, began = Curve(data.test[0], arguments.every), time.perf_counter()
-    # exact steps, which begin after 85% of burn-in at the latest, take up to 1.8 gradients: they follow refused proposals
-    most = (arguments.gradients - 1.8 * draws * GAP) / (0.85 + 0.15 * 1.8)
+    most: float = arguments.gradients - draws * GAP
+    if arguments.sampler != "unadjusted":
+        # exact steps, which begin after 85% of burn-in at the latest, take up to 1.8 gradients: they follow refused proposals
+        most = (arguments.gradients - 1.8 * draws * GAP) / (0.85 + 0.15 * 1.8)
     posterior = adammcmc.sample(
         model,
         data.train,

@@ -74,6 +74,17 @@ SCENARIOS: dict[str, Any] = {
         "gap": 2,
         "burn_in": adammcmc.BurnIn(num_steps=100, window=10),
     },
+    # a step for each chain from its energy error, without a test, stacked
+    "microcanonical, no test": lambda: {
+        "model": network(plain=True),
+        "train": (X, Y),
+        "sampler": partial(adammcmc.Microcanonical, acceptance=adammcmc.AlwaysAccept()),
+        "num_chains": 3,
+        "stacked": True,
+        "num_draws": 40,
+        "gap": 2,
+        "burn_in": 120,
+    },
     # batches for the gradient, all data for the test, only the last three draws and the moments
     "full data, last 3": lambda: {
         "model": network(plain=True),

@@ -330,6 +330,27 @@ MUTANTS = [
         "tests/test_kernels.py",
     ),
     Mutant(
+        "refused trajectories are followed in all of burn-in",
+        "samplers/chains.py",
+        " and not adaptation.is_in_last_window\n",
+        "\n",
+        "tests/test_burn_in.py",
+    ),
+    Mutant(
+        "without a test all chains go on with the step of the first",
+        "samplers/unadjusted.py",
+        "factor = approach.steps(potential, len(potential)) / self._first",
+        "factor = approach.steps(potential, len(potential))[:1] / self._first",
+        "tests/test_burn_in.py",
+    ),
+    Mutant(
+        "without a test the steps are in the metric of the prior, and the chains are not",
+        "samplers/unadjusted.py",
+        "return Change(factor if len(factor) > 1 else float(factor), None, metric)",
+        "return Change(factor if len(factor) > 1 else float(factor), None, None)",
+        "tests/test_burn_in.py",
+    ),
+    Mutant(
         "chains that are evaluated without the others get their gradients",
         "samplers/stacked.py",
         "grad = tuple(torch.zeros_like(x).index_copy(0, rows, g)",

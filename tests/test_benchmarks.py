@@ -60,6 +60,11 @@ def test_airfoil(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert list(found["curve"])[:2] == ["100", "200"]
     last = found["curve"][max(found["curve"], key=int)]
     assert last["rmse"] == pytest.approx(found["draws"]["rmse"], rel=0.5)  # the same quantity, of fewer draws
+    with pytest.warns(UserWarning, match="burn-in ended"):
+        airfoil.main(f"--sampler unadjusted {words.replace('0 1', '0')}".split())
+    found = json.loads(output.read_text())["unadjusted"]["seeds"]["0"]
+    assert (found["burn_in"], found["gradients"]) == (200, 400)
+    assert "no Metropolis correction" in found["target"]
     monkeypatch.delenv(airfoil.VARIABLE)
     with pytest.raises(SystemExit, match="no data file was given: pass --data, or set ADAMMCMC_AIRFOIL"):
         airfoil.main([])

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from adammcmc import BurnIn, Density, Gaussian, Microcanonical, Underdamped, kernels, sample_density, warm_up
+from adammcmc import AlwaysAccept, BurnIn, Density, Gaussian, Microcanonical, Underdamped, kernels, sample_density, warm_up
+from adammcmc.backends.streams import streams
+from adammcmc.kernels.approach import NoTest
 from adammcmc.samplers.approach import Approach
+from adammcmc.samplers.chains import Chains
 from adammcmc.samplers.descent import descend
-from tests.optimizers import closure, network, seeded
+from adammcmc.samplers.stacked import setup_of
+from adammcmc.samplers.stacked import stack as stack_chains
+from adammcmc.target.likelihood import Loss
+from tests.optimizers import X, Y, closure, network, seeded, underdamped
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -124,11 +135,18 @@ def test_the_approach_ends_when_u_is_level_and_its_steps_fit_each_chain(dim: int
     assert float(ratio[0]) < 1.2
 
 
-@pytest.mark.parametrize("options", [{}, {"preconditioner": "kron"}], ids=["diagonal", "kron"])
-@pytest.mark.parametrize("make", [Underdamped, Microcanonical])
-@pytest.mark.parametrize("split", [30, 150, 390])
-def test_burn_in_resumes_bit_for_bit(make: type, options: dict[str, str], split: int) -> None:
-    """In the approach, while the metric is learnt, and after its end."""
+KRON = {"preconditioner": "kron"}
+UNADJUSTED = {"acceptance": AlwaysAccept()}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(Underdamped, {}), (Underdamped, KRON), (Microcanonical, {}), (Microcanonical, KRON), (Microcanonical, UNADJUSTED)],
+    ids=["underdamped", "underdamped, kron", "microcanonical", "microcanonical, kron", "without a test"],
+)
+@pytest.mark.parametrize("split", [30, 190, 300, 390])
+def test_burn_in_resumes_bit_for_bit(make: type, options: dict[str, Any], split: int) -> None:
+    """In the approach, while the metric is learnt, in the last window, and after its end."""
 
     def sampler(model):  # type: ignore[no-untyped-def]
         burn_in = BurnIn(num_steps=380)
@@ -152,8 +170,95 @@ def test_burn_in_resumes_bit_for_bit(make: type, options: dict[str, str], split:
         other.step(closure(again))
     assert not other.is_adapting
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    if options:
+    assert other.approximations() == one.approximations()
+    if options is KRON:
         assert any("left" in other.state[p] for p in again.parameters())
+
+
+def on_fixed_data(num_chains: int, burn_in: BurnIn, **options: Any) -> tuple[Chains, Callable[[], Any]]:
+    """Chains of a small network, alone or stacked, and their step."""
+    model = network()
+    sampler = underdamped(model, step_size=None, fixed_data=True, burn_in=burn_in, **options)
+    if num_chains == 1:
+        return sampler.chains, partial(sampler.step, closure(model))
+    setups = [setup_of(sampler, model) for _ in range(num_chains)]
+    stack = stack_chains(sampler, model, Loss(F.cross_entropy), setups, streams(range(num_chains), torch.device("cpu")))
+    return stack, partial(stack.step, (X, Y))
+
+
+@pytest.mark.parametrize("num_chains", [1, 3])
+def test_refused_moves_are_followed_only_from_the_last_window_on(num_chains: int) -> None:
+    """Before it every step has one gradient, and nothing is accepted later; what is tuned to holds when moves are followed."""
+    burn_in = BurnIn(num_steps=600, approach=False, target_acceptance=0.7)
+    chains, step = on_fixed_data(num_chains, burn_in)
+    adaptation = chains.adaptation
+    assert adaptation is not None
+    gradients, is_last = [], []
+    while chains.is_adapting:
+        before = adaptation.num_gradients
+        is_last.append(adaptation.is_in_last_window)
+        step()
+        gradients.append(adaptation.num_gradients - before)
+    first = is_last.index(True)
+    assert 100 < first < 400
+    assert all(is_last[first:])
+    assert gradients[1:first] == [1.0] * (first - 1)
+    assert sum(gradients[first:]) > 1.2 * len(gradients[first:])
+    for _ in range(1500):
+        step()
+    sums = chains.health_sums()
+    assert sum(s["accepted"] for s in sums) > 1.1 * sum(s["rate"] for s in sums)
+    assert abs(sum(s["rate"] for s in sums) / (1500 * num_chains) - 0.7) < 0.06
+
+
+@pytest.mark.parametrize("num_chains", [1, 3])
+def test_without_a_test_the_steps_are_those_of_the_approach(num_chains: int) -> None:
+    """Each chain's own, in the metric of the prior, with an energy error of the size that they were chosen for."""
+    chains, step = on_fixed_data(num_chains, BurnIn(num_steps=900), kind=Microcanonical, acceptance=AlwaysAccept())
+    while chains.is_adapting:
+        assert chains.adaptation is not None
+        assert chains.approximations() == ["no Metropolis correction"]
+        approach = chains.adaptation.approach
+        step()
+    assert chains.num_steps == 900
+    kernel = chains.kernel()
+    dim = sum(chains.network.sizes)
+    assert approach is not None
+    assert chains.adaptation is not None
+    lengths = [torch.as_tensor(h).expand(num_chains) for h in kernel.step_size]
+    torch.testing.assert_close(lengths[0].double(), approach.steps(torch.zeros(1), num_chains), rtol=1e-6, atol=0.0)
+    assert len(set(lengths[0].tolist())) == num_chains
+    assert all(bool((a == 1).all()) for a in kernel.preconditioner)  # the variances of Gaussian()
+    assert kernel.friction == 1.0  # as in the approach
+    said = chains.approximations()
+    assert said[0] == "no Metropolis correction"
+    assert said[1].startswith("energy error of a step ")
+    assert "approximate: no Metropolis correction; energy error" in chains.describe()
+    assert said[1] in chains.adaptation.record(kernel).reason
+    while chains.num_steps < 1100:
+        step()
+    assert bool(chains.info.is_accepted.all())
+    assert not chains.health_state()["context"]["is_exact"]
+    assert all(health.grade != "sound" for health in chains.health())
+    with_test = replace(kernel, acceptance=NoTest())
+    chains.kernel = lambda: with_test  # type: ignore[method-assign]
+    squares = []
+    while chains.num_steps < 1500:
+        step()
+        squares.append(chains.info.log_ratio.square())
+    found = torch.stack(squares)
+    assert 0.4 < float(found.log().mean().exp()) / (0.1 * dim) < 2.5
+    assert 0.6 < float(said[1].split()[-1]) / math.sqrt(float(found.mean())) < 1.6
+
+
+def test_only_constant_speed_on_fixed_data_finds_its_steps_without_a_test() -> None:
+    test = AlwaysAccept()
+    for kind, options in [(Underdamped, {"fixed_data": True}), (Microcanonical, {}), (Microcanonical, {"num_leapfrog": 2})]:
+        with pytest.raises(ValueError, match=r"nothing to adapt to.*take `Microcanonical` on fixed data"):
+            underdamped(network(), kind=kind, step_size=None, acceptance=test, **options)
+    for burn_in in (BurnIn(approach=False), BurnIn(num_steps=99), BurnIn(max_steps=99)):
+        with pytest.raises(ValueError, match="found by burn-in's approach, in at least 100 steps"):
+            underdamped(network(), kind=Microcanonical, step_size=None, acceptance=test, fixed_data=True, burn_in=burn_in)
 
 
 def test_unknown_metrics_are_refused() -> None:

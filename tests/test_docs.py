@@ -94,6 +94,7 @@ def test_the_page_on_many_chains(names: dict[str, Any], capsys: pytest.CaptureFi
     assert names["posterior"].num_chains == 16
     assert names["posterior"].store.manifest["configuration"]["stacked"]
     assert [names["scan"].settings(c)["sigma"] for c in range(8)] == names["sigmas"].tolist()
+    assert "approximate: no Metropolis correction" in names["ensemble"].target
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 8 + 12  # the scan's settings, and the table of the members
     assert all(torch.equal(a[key], b[key]) for a, b in zip(names["apart"], names["again"], strict=True) for key in a)

@@ -20,8 +20,10 @@ from adammcmc.kernels.scaling import Scaling
 from adammcmc.target.leaves import Leaves, is_finite
 from adammcmc.target.randomness import Randomness
 
-__all__ = ["NoTest", "approaching"]
+__all__ = ["FRICTION", "NoTest", "approaching"]
 
+FRICTION = 1.0
+"""Of the direction, in units of A^1/2."""
 _LARGEST_ERROR = 1000.0
 
 
@@ -52,7 +54,7 @@ def approaching(kernel: UnderdampedKernel, steps: Tensor, scaling: Leaves | Scal
         scaling: A.
     """
     structure = None if isinstance(scaling, Scaling) else kernel.structure
-    return MicrocanonicalKernel(steps, 1.0, NoTest(), 1, False, scaling, structure)
+    return MicrocanonicalKernel(steps, FRICTION, NoTest(), 1, False, scaling, structure)
 
 
 def first_step(num_params: int) -> float:

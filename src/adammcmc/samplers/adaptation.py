@@ -122,6 +122,14 @@ class _Looks:
     """Of a network's chain, on average, in the steps so far."""
     bias: list[float] | None = None
     """By how much the spread of the draws is off, as a fraction, and its standard error; None where it is not estimated."""
+    approximation: str | None = None
+    """What the settings that were found leave uncorrected, in a few words."""
+    _is_last = False
+
+    @property
+    def is_in_last_window(self) -> bool:
+        """Whether the scale alone is still tuned, and the rest is as it will be when draws are taken."""
+        return self._is_last
 
     def look(self, network: Any, loss: Any, batch: Any) -> None:
         """Evaluate functions at the chains' present weights, after a step on this batch."""
@@ -665,8 +673,8 @@ def check_tunable(acceptance: AcceptanceTest) -> None:
     if not acceptance.needs_noise:
         raise ValueError(
             f"there is nothing to adapt to: '{acceptance}' accepts every step, however long. Give the step size and no "
-            "`burn_in`, or first adapt with a Metropolis test on fixed data, then set "
-            "`sampler.acceptance = AlwaysAccept()` and `sampler.fixed_data = False`."
+            "`burn_in`; or take `Microcanonical` on fixed data, which finds its steps without a test; or first adapt with a "
+            "Metropolis test on fixed data, then set `sampler.acceptance = AlwaysAccept()` and `sampler.fixed_data = False`."
         )
 
 

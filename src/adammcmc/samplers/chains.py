@@ -12,6 +12,7 @@ in `replay`.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -335,20 +336,13 @@ class Chains:
                 and self.num_steps in _RECHECKS[: None if self.device.type == "cpu" else 1]
             ):
                 potential.check_same(self.here)
-            state, moving = self.owner.prepare(potential, state), self._moving(kernel, params)
+            state, moving = self.owner.prepare(potential, state), _moving(self, kernel, params)
             state, info = moving.step(state, potential, self.owner.generator)
         return potential, state, info
 
     @property
     def _is_approaching(self) -> bool:
         return self.adaptation is not None and self.adaptation.approach is not None
-
-    def _moving(self, kernel: Any, params: Leaves) -> Any:
-        """The kernel of this step: while the chains approach their bulk, one without a test."""
-        if (adaptation := self.adaptation) is None or adaptation.approach is None:
-            return kernel
-        steps = adaptation.approach.steps(self.frozen_at, self.num_chains)
-        return approaching(kernel, steps, adaptation.approach_metric(kernel.preconditioner, params))
 
     def _upload(self, kernel: Any) -> None:
         """Send settings that have changed to the kernel's backend."""
@@ -546,6 +540,7 @@ class Chains:
     def approximations(self) -> list[str]:
         """Why the chains are not exact, in a few words each; empty if they are."""
         found: list[str] = self.kernel().approximation(fixed_data=self.fixed_data)
+        found += [] if self.adaptation is None or self.adaptation.approximation is None else [self.adaptation.approximation]
         coarse = [self.resolution.approximation] if self.resolution is not None and self.resolution.is_coarse else []
         return found + self.network.approximations(fixed_data=self.fixed_data) + coarse + self._complaints()
 
@@ -601,6 +596,18 @@ class Chains:
         self.monitor = None if state["health"] is None else self.new_monitor()
         if self.monitor is not None:
             self.monitor.load_state_dict(state["health"])
+
+
+def _moving(of: Chains, kernel: Any, params: Leaves) -> Any:
+    """The kernel of this step: while the chains approach their bulk, one without a test; then, until the last window of
+    burn-in, one that does not try on, for which the acceptance that is tuned, that of the first move, is the same."""
+    if (adaptation := of.adaptation) is None or adaptation.is_done:
+        return kernel
+    if adaptation.approach is None:
+        tries_on = getattr(kernel, "num_chances", 1) > 1 and not adaptation.is_in_last_window
+        return dataclasses.replace(kernel, num_chances=1) if tries_on else kernel
+    steps = adaptation.approach.steps(of.frozen_at, of.num_chains)
+    return approaching(kernel, steps, adaptation.approach_metric(kernel.preconditioner, params))
 
 
 def _health_context(of: Chains, complaints: list[str], target_acceptance: float | None) -> dict[str, Any]:

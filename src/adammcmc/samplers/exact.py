@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Unpack, cast
 
 import torch
@@ -17,16 +18,18 @@ from torch import Tensor
 
 from adammcmc import kernels
 from adammcmc.backends.one_pass import one_pass
+from adammcmc.kernels.approach import FRICTION
 from adammcmc.kernels.exact_adam import NoisyMoments
 from adammcmc.kernels.hamiltonian import Momentum
 from adammcmc.kernels.kernel import ChainState, Kernel
 from adammcmc.kernels.proposal import Prolate
 from adammcmc.kernels.scaling import Block, Kronecker, Scaling
-from adammcmc.samplers.adaptation import BurnIn, Change, mean_of, momentum_spread
+from adammcmc.samplers.adaptation import Adaptation, BurnIn, Change, mean_of, momentum_spread
 from adammcmc.samplers.forces import Forces, checked_forces
 from adammcmc.samplers.packing import Packing
 from adammcmc.samplers.sampler import Common, Params, Sampler
 from adammcmc.samplers.tuned import Turned
+from adammcmc.samplers.unadjusted import Unadjusted
 from adammcmc.target.leaves import Leaves, widen
 from adammcmc.target.potential import Evaluation
 from adammcmc.target.priors import Prior
@@ -271,7 +274,8 @@ class Microcanonical(Underdamped):
 
     See `adammcmc.kernels.microcanonical` for the turns and K. U mixes several times faster than under `Underdamped`, whose
     energy changes by the refresh alone. With `AlwaysAccept()` it is the unadjusted sampler, approximate, whose speed does not
-    depend on the slope: it leaves steep places without heating up.
+    depend on the slope: it leaves steep places without heating up. On fixed data burn-in then finds a step for each chain from
+    its energy error (`BurnIn`: num_steps, max_steps, max_seconds), `describe()` says how large that is, and friction=None is 1.
     """
 
     _target_acceptance = kernels.MicrocanonicalKernel.target_acceptance
@@ -280,10 +284,33 @@ class Microcanonical(Underdamped):
     def _kernel(self, packing: Packing) -> Kernel:
         if sum(packing.sizes) < 2:
             raise ValueError("microcanonical dynamics needs at least two weights: on a line, a force cannot turn anything.")
-        return super()._kernel(packing)
+        kernel = super()._kernel(packing)
+        has_scale = self.burn_in is not None or self._preconditioner(packing) is not None
+        if self.friction is None and self._goes_without_test and has_scale:
+            return replace(cast(kernels.MicrocanonicalKernel, kernel), friction=FRICTION)
+        return kernel
+
+    @property
+    def _goes_without_test(self) -> bool:
+        """Whether chains go on after burn-in as they began, without a test on fixed data."""
+        return self.fixed_data and not self.acceptance.needs_noise and self.num_leapfrog == 1
 
     def _why_not_fused(self) -> str | None:
         return "there is no fused step for it"
+
+    def new_adaptation(self) -> Adaptation | None:
+        if self.burn_in is None or not self._goes_without_test:
+            return super().new_adaptation()
+        packing = self.layout()
+        return Unadjusted(
+            self.burn_in,
+            step_size=float(self.param_groups[0]["lr"]),
+            num_params=sum(packing.sizes),
+            precision=self._precision_of(packing),
+            learns=self._learns_preconditioner,
+            shapes=[[packing.shapes[i] for i in members] for members in packing.members],
+            scaling=self._scaling,
+        )
 
 
 class MALA(_Preconditioned):
