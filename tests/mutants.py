@@ -311,8 +311,8 @@ MUTANTS = [
     Mutant(
         "what is accepted later keeps the height of the first move",
         "kernels/hamiltonian.py",
-        "_raised(decides, info.is_accepted, log_ratio)",
-        "_raised(decides, info.is_accepted, info.log_ratio)",
+        "raised(decides, info.is_accepted, log_ratio)",
+        "raised(decides, info.is_accepted, info.log_ratio)",
         "tests/test_kernels.py",
     ),
     Mutant(

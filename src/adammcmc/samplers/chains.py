@@ -89,6 +89,15 @@ class NetworkPotential(ABC):
         assert grad is not None
         return grad
 
+    @property
+    def num_parts(self) -> int:
+        """See `Potential`."""
+        return 1
+
+    def force_of(self, params: Leaves, part: int) -> Leaves:
+        """See `Potential`."""
+        return self.force(params)
+
     def evaluate_some(self, params: Leaves, chains: Tensor) -> Evaluation:
         """See `Potential`."""
         return self.evaluate(params, with_grad=True)
@@ -346,7 +355,7 @@ class Chains:
     def _moving(self, kernel: Any, params: Leaves) -> Any:
         """The kernel of this step: while the chains approach their bulk, one without a test."""
         if (adaptation := self.adaptation) is None or adaptation.approach is None:
-            return kernel
+            return kernel.learning() if self.is_adapting else kernel
         steps = adaptation.approach.steps(self.frozen_at, self.num_chains)
         return approaching(kernel, steps, adaptation.approach_metric(kernel.preconditioner, params))
 
