@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from adammcmc.acceptance import AcceptanceTest
 from adammcmc.kernels.hamiltonian import Momentum, UnderdampedKernel, raised, underdamped
@@ -43,11 +42,13 @@ class AmortisedKernel(UnderdampedKernel):
         count = potential.num_parts
         if not potential.fixed or count < 2:
             raise ValueError(
-                "amortised Langevin needs all data, in two batches or more: set `batch_size` in `sample`; in a loop of your own "
-                "pass a list of closures, one for each batch, always the same ones; for a `DataDensity` set `num_parts`."
+                "amortised Langevin needs all data, in two batches or more: set `batch_size` in `sample`; in a loop of your "
+                "own pass a list of closures, one for each batch, always the same ones; for a `DataDensity` set `num_parts`."
             )
         if self.num_batches is not None and self.num_batches > count:
-            raise ValueError(f"`num_batches` is {self.num_batches}, and the data come in {count} batches: leave it out to use all.")
+            raise ValueError(
+                f"`num_batches` is {self.num_batches}, and the data come in {count} batches: leave it out."
+            )
 
     def step(self, state: ChainState, potential: Potential, generator: Randomness) -> tuple[ChainState, Info]:
         self.check_parts(potential)
@@ -105,11 +106,11 @@ class AmortisedKernel(UnderdampedKernel):
 
     def details(self) -> list[str]:
         is_plain = self.friction is None and self.preconditioner is None
-        kept = "momentum kept 0.97" if is_plain else setting("friction", self.usual_friction if self.friction is None else self.friction)
+        friction = self.usual_friction if self.friction is None else self.friction
         which = "all batches" if self.num_batches is None else f"{self.num_batches} of the batches"
         return [
             setting("step size", self.step_size),
-            kept,
+            "momentum kept 0.97" if is_plain else setting("friction", friction),
             f"{which}, forth and back",
             preconditioner_in_words(self.preconditioner),
         ]
@@ -131,13 +132,13 @@ def amortised_langevin(
         tau = theta and v2 = v at the end;      Y = U(theta) - U(tau) + (v' A^-1 v - v2' A^-1 v2) / 2
         accept: (tau, v2);  reject: (theta, -v)
 
-    g_B is the gradient of U as batch B estimates it, with the prior's part. The order of the batches is random and independent of
-    theta. Each drift and each kick keeps volume, and the way back meets the same batches in the same order, since the order is a
-    palindrome: flip v2, run the trajectory again, and it ends in (theta, -v). So the test makes it exact, however noisy g_B is: the
-    noise changes Y, hence how often moves are accepted (AMAGOLD, arXiv 2003.00193, is a relative).
+    g_B is the gradient of U as batch B estimates it, with the prior's part. The order of the batches is random, whatever theta
+    is. Each drift and each kick keeps volume, and the way back meets the same batches in the same order, since the order is a
+    palindrome: flip v2, run the trajectory again, and it ends in (theta, -v). So the test makes it exact, however noisy g_B is:
+    the noise changes Y, hence how often moves are accepted (AMAGOLD, arXiv 2003.00193, is a relative).
 
-    Target: p ~ exp(-U), **exactly**. Cost: 2 L gradients of a batch, and one forward of all data; two passes and a forward where
-    every batch is used. `docs/exact.md` has what was measured: `underdamped` with gradients of all data is usually the better.
+    Target: p ~ exp(-U), **exactly**. Cost: 2 L gradients of a batch, and one forward of all data; two passes and a forward
+    where every batch is used. `docs/exact.md` has what it is worth beside `underdamped` with gradients of all data.
 
     Args:
         step_size: h, for one batch; a trajectory is 2 L h long. (A tensor (chains,) gives one value to each chain, a

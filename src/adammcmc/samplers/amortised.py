@@ -25,11 +25,11 @@ class AmortisedLangevin(Underdamped):
     See `adammcmc.kernels.amortised_langevin`. One step costs 2 L gradients of a batch and one forward of all data. Whether that
     is worth it depends on the noise of the batches: on the networks of `docs/exact.md` it is not, and `Underdamped` is better.
 
-    The data are fixed, and come in batches that stay the same. `sample(..., sampler=AmortisedLangevin, batch_size=500)` cuts them
-    at random, once; in a loop of your own pass a list of closures, one for each batch, the same at each step.
+    The data are fixed, and come in batches that stay the same. `sample(..., sampler=AmortisedLangevin, batch_size=500)` cuts
+    them at random, once; in a loop of your own pass a list of closures, one for each batch, the same at each step.
 
-    In burn-in, by default, it leaves the optimum by steps on all data without a test, as `Underdamped` does, learns A from their
-    gradients, and then adapts h to an acceptance of 0.8. Start it from a trained network.
+    In burn-in, by default, it leaves the optimum by steps on all data without a test, as `Underdamped` does; then it adapts h
+    to an acceptance of 0.85 and learns A from gradients of all data where trajectories end. Start it from a trained network.
 
     Args:
         params: as for any optimizer. Groups may differ in step_size.

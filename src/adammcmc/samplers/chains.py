@@ -299,7 +299,7 @@ class Chains:
                 self.network.remember(state.params)
             self.sum_acceptance += info.acceptance_rate
             self.last_info = info
-            self._after_step(potential, state, info, potential.num_gradients - (had_none and self.here is not None))
+            self._after_step(potential, state, info, potential.num_gradients - bool(had_none and self.here and self.here.grad))
             if self.adaptation is not None and self.is_adapting:
                 self.adaptation.look(self.network, loss, batch)
             losses = potential.losses
