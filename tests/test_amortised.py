@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
@@ -355,6 +356,23 @@ def test_a_run_in_one_call(stacked: bool) -> None:
     assert record is not None
     assert record.num_approach > 0
     assert record.acceptance == pytest.approx(0.85, abs=0.2)
+
+
+def test_the_data_are_cut_at_random_and_once() -> None:
+    """They may be sorted; a batch must not be a class."""
+    calls: Counter[tuple[int, ...]] = Counter()
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        calls[tuple(batch[1].tolist())] += 1
+        return F.cross_entropy(model(batch[0]), LABELS[batch[1]], reduction="none")
+
+    sampler = partial(AmortisedLangevin, step_size=0.04)
+    options: dict[str, Any] = {"sampler": sampler, "batch_size": 17, "num_draws": 3, "burn_in": 0, "progress": False}
+    adammcmc.sample(nn.Linear(3, 2).double(), (X, torch.arange(50)), loss, **options)
+    seen = [part for part, number in calls.items() if number > 20]  # others are to find out what the loss is
+    assert sorted(map(len, seen)) == [16, 17, 17]
+    assert sorted(i for part in seen for i in part) == list(range(50))
+    assert all(max(part) - min(part) > 30 for part in seen)
 
 
 def test_a_loader_has_the_batch_size() -> None:

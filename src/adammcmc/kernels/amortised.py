@@ -46,9 +46,7 @@ class AmortisedKernel(UnderdampedKernel):
                 "own pass a list of closures, one for each batch, always the same ones; for a `DataDensity` set `num_parts`."
             )
         if self.num_batches is not None and self.num_batches > count:
-            raise ValueError(
-                f"`num_batches` is {self.num_batches}, and the data come in {count} batches: leave it out."
-            )
+            raise ValueError(f"`num_batches` is {self.num_batches}, and the data come in {count} batches: leave it out.")
 
     def step(self, state: ChainState, potential: Potential, generator: Randomness) -> tuple[ChainState, Info]:
         self.check_parts(potential)
