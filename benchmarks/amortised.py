@@ -209,7 +209,7 @@ def table(results: dict[str, Any]) -> Iterator[str]:
     )
     yield "|---|---|---|---|" + "---|" * len(NAMES)
     networks = {name: results["networks"][name] for name in NAMES if name in results["networks"]}
-    for label in next(iter(networks.values())):
+    for label in next(iter(networks.values()), {}):
         rows = [found[label] for found in networks.values()]
         cells = [f"{1e3 * row['ess']:.1f} +- {1e3 * row['error']:.1f}" for row in rows]
         lengths, rates = (", ".join(f"{row[key]:.2g}" for row in rows) for key in ("length", "acceptance"))
@@ -253,7 +253,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for panel in (left, right):
         panel.axhline(1, color="0.6", linewidth=1)
         panel.set_ylim(bottom=0)
-        panel.legend(fontsize=8)
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(fontsize=8)
     figure.savefig(path, dpi=130)
 
 

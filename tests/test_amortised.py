@@ -192,11 +192,11 @@ def test_the_mean_of_the_parts_forces_is_the_force_of_densities_and_stacks(monke
 # --- the chain ----------------------------------------------------------------------------------------------------------
 
 KERNELS = {
-    "all batches": partial(kernels.amortised_langevin, 0.012, 1.0),
-    "three of the batches": partial(kernels.amortised_langevin, 0.02, 1.0, num_batches=3),
-    "one batch, twice": partial(kernels.amortised_langevin, 0.012, 5.0, num_batches=1),
-    "fresh uniform": partial(kernels.amortised_langevin, 0.012, 1.0, persistent_uniform=False),
-    "preconditioned": partial(kernels.amortised_langevin, 0.012, 0.1, preconditioner=torch.tensor([2.0, 1.0, 0.5]).double()),
+    "all batches": partial(kernels.amortised_langevin, 0.008, 1.0),
+    "three of the batches": partial(kernels.amortised_langevin, 0.006, 1.0, num_batches=3),
+    "one batch, twice": partial(kernels.amortised_langevin, 0.006, 5.0, num_batches=1),
+    "fresh uniform": partial(kernels.amortised_langevin, 0.008, 1.0, persistent_uniform=False),
+    "preconditioned": partial(kernels.amortised_langevin, 0.008, 0.1, preconditioner=torch.tensor([2.0, 1.0, 0.5]).double()),
 }
 
 
@@ -206,12 +206,13 @@ def test_exact_draws_stay_exact(name: str) -> None:
     num_chains, factor = 12_000, torch.linalg.cholesky(COVARIANCE)
     start = MEAN + torch.randn(num_chains, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(6)) @ factor.T
     kernel = KERNELS[name]()
-    draws, info = sample_density(REGRESSION, start, kernel, num_steps=25, burn_in=24, seed=8, progress=False)
+    draws, info = sample_density(REGRESSION, start, kernel, num_steps=25, seed=8, progress=False)
     rate = float(info.acceptance_rate.mean())
-    assert 0.1 < rate < 0.85, "the noise of the batches is there, and the test has to deal with it"
-    white = torch.linalg.solve_triangular(factor, (draws[:, 0] - MEAN).T, upper=False).T
+    assert 0.3 < rate < 0.85, "the noise of the batches is there, and the test has to deal with it"
+    white = torch.linalg.solve_triangular(factor, (draws[:, -1] - MEAN).T, upper=False).T
     products = white[:, :, None] * white[:, None, :] - torch.eye(3)
-    for values in (white, products.flatten(1), 2.0 * info.is_accepted - 4.0 * (info.log_ratio > 0)):  # acceptance: 2 P(Y > 0)
+    rises = (2.0 * info.is_accepted - 4.0 * (info.log_ratio > 0)).mean(1, keepdim=True)  # acceptance is 2 P(Y > 0)
+    for values in (white, products.flatten(1), rises):
         off = values.mean(0) / (values.std(0) / math.sqrt(num_chains))
         assert float(off.abs().max()) < 4.5, off
 
