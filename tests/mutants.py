@@ -311,8 +311,8 @@ MUTANTS = [
     Mutant(
         "what is accepted later keeps the height of the first move",
         "kernels/hamiltonian.py",
-        "_raised(decides, info.is_accepted, log_ratio)",
-        "_raised(decides, info.is_accepted, info.log_ratio)",
+        "raised(decides, info.is_accepted, log_ratio)",
+        "raised(decides, info.is_accepted, info.log_ratio)",
         "tests/test_kernels.py",
     ),
     Mutant(
@@ -965,6 +965,55 @@ MUTANTS = [
         "or self._will_adapt:",
         "or self.is_adapting:",
         "tests/test_one_pass.py",
+    ),
+    Mutant(
+        "the batches of the way back come in the order of the way there",
+        "kernels/amortised.py",
+        "[*parts, *reversed(parts)]",
+        "[*parts, *parts]",
+        "tests/test_amortised.py",
+    ),
+    Mutant(
+        "a refused trajectory keeps its direction",
+        "kernels/amortised.py",
+        "tuple(-p for p in before)",
+        "before",
+        "tests/test_amortised.py",
+    ),
+    Mutant(
+        "a trajectory begins with a whole drift",
+        "kernels/amortised.py",
+        "params = self._drift(params, momentum, 0.5)",
+        "params = self._drift(params, momentum, 1.0)",
+        "tests/test_amortised.py",
+    ),
+    Mutant(
+        "the last chain of a stack has the key of the order of its batches",
+        "kernels/amortised.py",
+        "generator)[:1]",
+        "generator)[-1:]",
+        "tests/test_amortised.py",
+    ),
+    Mutant(
+        "the force of a small part counts as much as that of a large one",
+        "samplers/closure.py",
+        "share = len(losses) / self._num_data",
+        "share = 1 / self.num_parts",
+        "tests/test_amortised.py",
+    ),
+    Mutant(
+        "the force of a small part counts as much as that of a large one in a stack",
+        "samplers/stacked.py",
+        "weight = self._batch.weights[part]",
+        "weight = 1.0",
+        "tests/test_amortised.py",
+    ),
+    Mutant(
+        "the batches are cut in the order of the data",
+        "runs/session.py",
+        "derive_seed(plan.seed, -1)) if self._divided else None",
+        "derive_seed(plan.seed, -1)) if False else None",
+        "tests/test_amortised.py",
     ),
 ]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import acceptance, airfoil, growth, rivals, step_cost, verdicts
+from benchmarks import acceptance, airfoil, amortised, growth, rivals, step_cost, verdicts
 from benchmarks.timing import medians
 
 CPU = torch.device("cpu")
@@ -41,6 +41,26 @@ def test_rivals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert is_here == any(row.startswith(name) for row in rows)
         assert is_here != (f"{name}: not installed" in printed)
     assert all(f"| {name} |" in printed for name in rows)
+
+
+def test_amortised(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small regression; and what was published is what the page says."""
+    amortised.main(["--from", str(amortised.RESULTS), "--figure", str(tmp_path / "a.png")])
+    page = (Path(__file__).parent.parent / "docs" / "exact.md").read_text()
+    rows = capsys.readouterr().out.splitlines()
+    for count in amortised.COUNTS:
+        row = next(line for line in rows if line.startswith(f"| n/b {count}, L {count} |"))
+        assert " | ".join(row.split(" | ")[-3:]) in page
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    monkeypatch.setattr(amortised, "SIZES", (4,))
+    series, output = next(iter(amortised.SERIES)), tmp_path / "a.json"
+    amortised.main(
+        ["--names", "--series", series, "--passes", "60", "--output", str(output), "--figure", str(tmp_path / "b.png")]
+    )
+    found = json.loads(output.read_text())["regressions"][series]
+    assert found["P 4, 1 chance"]["passes_per_step"] == pytest.approx(1.0, abs=0.1)
+    assert found["P 4, n/b 10, L 10"]["passes_per_step"] == pytest.approx(7 / 3, abs=0.3)
+    assert found["P 4, n/b 10, L 10"]["ess"] > 0
 
 
 def test_airfoil(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

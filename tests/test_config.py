@@ -52,6 +52,7 @@ def test_every_sampler_and_test_of_the_library_can_be_named() -> None:
         "ExactAdamMCMC",
         "CorrectedMALA",
         "MinibatchLangevin",
+        "AmortisedLangevin",
     }
     assert next(iter(named_things("sampler"))) == "Underdamped"
     # (Tuna needs a bound, which is an object)

@@ -127,6 +127,7 @@ def test_every_sampler_runs(home: Path) -> None:
         "MALA": ["sampler.step_size=1e-4"],
         "AdamMCMC": ["sampler.sigma=0.01", "sampler.fused=false"],
         "AsReleased": ["sampler.sigma=0.01"],
+        "AmortisedLangevin": ["sampler.step_size=0.01", "run.batch_size=8"],
         "ExactAdamMCMC": ["sampler.sigma=0.01", "sampler.betas=[0.9, 0.9]"],
     }
     for name, changes in settings.items():

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from adammcmc.samplers.adam import AsReleased as AsReleased
     from adammcmc.samplers.adam import OptimizerMCMC as OptimizerMCMC
     from adammcmc.samplers.adaptation import BurnIn as BurnIn
+    from adammcmc.samplers.amortised import AmortisedLangevin as AmortisedLangevin
     from adammcmc.samplers.corrected import CorrectedMALA as CorrectedMALA
     from adammcmc.samplers.draws import DensityDraws as DensityDraws
     from adammcmc.samplers.draws_table import DensitySummary as DensitySummary
@@ -116,6 +117,7 @@ _HOMES = {
     "acceptance": "AlwaysAccept Barker Confidence FullData Minibatch Penalty Sequential Tuna",
     "kernels.kernel": "ChainState Info Kernel",
     "samplers.adaptation": "BurnIn",
+    "samplers.amortised": "AmortisedLangevin",
     "samplers.corrected": "CorrectedMALA",
     "samplers.draws": "DensityDraws",
     "samplers.draws_table": "DensitySummary",

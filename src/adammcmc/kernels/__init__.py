@@ -5,6 +5,7 @@ density U = V = -log p.
 """
 
 from adammcmc.kernels.adam import AdamMCMCKernel, adam_mcmc, as_released, optimizer_mcmc
+from adammcmc.kernels.amortised import AmortisedKernel, amortised_langevin
 from adammcmc.kernels.corrected import CarriedBatch, CorrectedMALAKernel, corrected_mala
 from adammcmc.kernels.exact_adam import ExactAdamMCMCKernel, exact_adam_mcmc
 from adammcmc.kernels.hamiltonian import UnderdampedKernel, hmc, underdamped
@@ -14,6 +15,7 @@ from adammcmc.kernels.minibatch import MinibatchKernel, minibatch_langevin
 
 __all__ = [
     "AdamMCMCKernel",
+    "AmortisedKernel",
     "CarriedBatch",
     "CorrectedMALAKernel",
     "ExactAdamMCMCKernel",
@@ -22,6 +24,7 @@ __all__ = [
     "MinibatchKernel",
     "UnderdampedKernel",
     "adam_mcmc",
+    "amortised_langevin",
     "as_released",
     "corrected_mala",
     "exact_adam_mcmc",

@@ -129,6 +129,11 @@ class _Pair:
         assert grad is not None
         return grad
 
+    num_parts = 1
+
+    def force_of(self, params: Leaves, part: int) -> Leaves:
+        return self.force(params)
+
     def evaluate_some(self, params: Leaves, chains: Tensor) -> Evaluation:
         return self.evaluate(params)
 

@@ -34,7 +34,7 @@ from adammcmc.target.leaves import (
 from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.randomness import Randomness, uniform
 
-__all__ = ["Momentum", "UnderdampedKernel", "hmc", "underdamped"]
+__all__ = ["Momentum", "UnderdampedKernel", "hmc", "raised", "underdamped"]
 
 _KEPT = 0.97  # of the momentum at each step, where neither friction nor A is given
 # in units of A^1/2, where A is given: a dense one leaves no direction long, others do (docs/exact.md has what was measured)
@@ -61,7 +61,7 @@ class Momentum(NamedTuple):
     """(chains,), float64, uniform on (-1, 1) at rest; its absolute value decides."""
 
 
-def _raised(decides: Tensor, is_accepted: Tensor, log_ratio: Tensor) -> Tensor:
+def raised(decides: Tensor, is_accepted: Tensor, log_ratio: Tensor) -> Tensor:
     """What is accepted keeps its height |uniform| * density, so that the number is uniform again (Neal 2020)."""
     return torch.where(is_accepted, decides * torch.exp(-log_ratio.nan_to_num(nan=0.0)), decides)
 
@@ -134,7 +134,7 @@ class UnderdampedKernel(Kernel):
         if self._has_more_chances(potential) and finish.value is not None:
             reached = _Reached(move.proposed, there(), finish()[1], log_ratio)
             state, info, momentum, log_ratio = self._try_on(state, info, momentum, reached, decides, potential)
-        return state._replace(memory=Momentum(momentum, _raised(decides, info.is_accepted, log_ratio))), info
+        return state._replace(memory=Momentum(momentum, raised(decides, info.is_accepted, log_ratio))), info
 
     def _has_more_chances(self, potential: Potential) -> bool:
         """Whether a refused proposal is followed by another: where Y is exact, and compared with one uniform number."""

@@ -123,6 +123,10 @@ class Kernel(Protocol):
         """The memories of several chains as one; None to start afresh."""
         return None
 
+    def learning(self) -> Kernel:
+        """The kernel as it steps while its settings are tuned, from the gradients of its states too."""
+        return self
+
     def counted(self, memory: Any) -> Any:
         """The memory after a step was replayed on the device: with what is counted on the host advanced."""
         return memory

@@ -42,10 +42,16 @@ def rows_at_once(model: nn.Module, loss: Loss, data: Data, device: torch.device,
     return max(_FEW, -(-n // number))
 
 
-def in_parts(data: Data, size: int, device: torch.device) -> Parts:
-    """All examples, `size` at a time; on the device if they fill at most a fair share of its memory."""
-    starts = range(0, data.num_data, size)
-    parts: list[Batch] = [data.fetch(slice(i, min(i + size, data.num_data))) for i in starts]
+def in_parts(data: Data, size: int, device: torch.device, generator: torch.Generator | None = None) -> Parts:
+    """All examples, `size` at a time; on the device if they fill at most a fair share of its memory.
+
+    With a generator they are cut at random, into two parts or more of about this size.
+    """
+    n = data.num_data
+    rows: list[slice | Tensor] = [slice(i, min(i + size, n)) for i in range(0, n, size)]
+    if generator is not None:
+        rows = list(torch.randperm(n, generator=generator).tensor_split(max(2, round(n / size))))
+    parts: list[Batch] = [data.fetch(some) for some in rows]
     held = sum(x.nbytes for x in torch.utils._pytree.tree_leaves(parts) if isinstance(x, Tensor))
     if held > 2 * _SHARE * _memory(device):
         return Parts(parts)

@@ -259,7 +259,7 @@ def sample(
         sampler: makes the sampler from parameters, such as `partial(AdamMCMC, lr=1e-3, sigma=3e-4, sigma_along=2.0)`. None
             is `Underdamped`, which is exact: on all data at once, or with `FullData()` on minibatches. lr, sigma, sigma_along,
             step_size and inverse_temperature may be tensors with one value per chain: a scan in one run.
-        batch_size: None uses the DataLoader's, or all data at once.
+        batch_size: None uses the DataLoader's, or all data at once. `AmortisedLangevin` keeps all data, cut into such batches.
         chunk_size: where a step uses all data, how many examples are evaluated at a time; the result is the same up to
             rounding. None is all of them, or as many as need a few gigabytes for their gradient.
         prior: passed to the sampler. None: a sampler that requires a prior gets `Gaussian.fan_in(model, 2.0)`.

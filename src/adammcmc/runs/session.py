@@ -64,6 +64,12 @@ class Session:
         if plan.path is not None and self.data.why_not_resumable is not None:
             warn(f"this run cannot be resumed if it is interrupted: {self.data.why_not_resumable}.")
         self._is_resumed = plan.resume and (plan.folder / MANIFEST).exists()
+        self._divided = getattr(innermost(plan.sampler), "divides_data", False)  # into batches which are a sampler's own
+        self._part_size = plan.chunk_size
+        if self._divided and self.data.batch_size != self.data.num_data:
+            if plan.chunk_size is not None:
+                raise ValueError("the batches are evaluated one at a time: give `batch_size` or `chunk_size`, not both.")
+            self._part_size, self.data = self.data.batch_size, self.data.undivided()
         self.has_fixed_data = self.data.batch_size == self.data.num_data  # every batch is the whole data set
         if plan.chunk_size is not None and not self.has_fixed_data:
             raise ValueError(
@@ -110,12 +116,17 @@ class Session:
 
     def _all_data(self) -> Batch:
         """The whole data set: on the model's device, if it fits there, and in parts, if not all can be evaluated at once."""
-        plan, data, size = self.plan, self.data, self.plan.chunk_size
+        plan, data, size = self.plan, self.data, self._part_size
         if size is None and self._is_resumed:  # as the run was started
             size = read_manifest(plan.folder)["configuration"].get("chunk_size")
         if size is None:
             size = rows_at_once(plan.model, self.loss, data, self.device, plan.num_chains)
         if size is None or size >= data.num_data:
+            if self._divided:
+                raise ValueError(
+                    f"{innermost(plan.sampler).__name__} takes its forces from batches: set `batch_size`, below the "
+                    f"{data.num_data} examples that there are."
+                )
             return to_device(data.fetch(slice(None)), self.device)
         if any(is_batch_norm(m) and m.training for m in self.model.modules()):
             raise ValueError(
@@ -123,7 +134,8 @@ class Session:
                 "at a time. Leave it out, or call model.eval()."
             )
         self.chunk_size = size
-        return in_parts(data, size, self.device)
+        generator = torch.Generator().manual_seed(derive_seed(plan.seed, -1)) if self._divided else None
+        return in_parts(data, size, self.device, generator)
 
     def _new_stack(self) -> StackedChains | None:
         """All chains at once, if required or preferred; None, with a warning, if preferred and impossible."""

@@ -90,6 +90,15 @@ class NetworkPotential(ABC):
         assert grad is not None
         return grad
 
+    @property
+    def num_parts(self) -> int:
+        """See `Potential`."""
+        return 1
+
+    def force_of(self, params: Leaves, part: int) -> Leaves:
+        """See `Potential`."""
+        return self.force(params)
+
     def evaluate_some(self, params: Leaves, chains: Tensor) -> Evaluation:
         """See `Potential`."""
         return self.evaluate(params, with_grad=True)
@@ -291,7 +300,7 @@ class Chains:
                 self.network.remember(state.params)
             self.sum_acceptance += info.acceptance_rate
             self.last_info = info
-            self._after_step(potential, state, info, potential.num_gradients - (had_none and self.here is not None))
+            self._after_step(potential, state, info, potential.num_gradients - bool(had_none and self.here and self.here.grad))
             if self.adaptation is not None and self.is_adapting:
                 self.adaptation.look(self.network, loss, batch)
             losses = potential.losses
@@ -604,6 +613,7 @@ def _moving(of: Chains, kernel: Any, params: Leaves) -> Any:
     if (adaptation := of.adaptation) is None or adaptation.is_done:
         return kernel
     if adaptation.approach is None:
+        kernel = kernel.learning()
         tries_on = getattr(kernel, "num_chances", 1) > 1 and not adaptation.is_in_last_window
         return dataclasses.replace(kernel, num_chances=1) if tries_on else kernel
     steps = adaptation.approach.steps(of.frozen_at, of.num_chains)

@@ -122,14 +122,25 @@ class ClosurePotential(NetworkPotential):
 
     def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
         self.place(params)
+        first = self.losses is None
         if not with_grad:
-            return Evaluation(self._losses()[None], self.log_prior(params), None)
+            losses = self._losses()
+            self._check_losses(losses, first=first)
+            return Evaluation(losses[None], self.log_prior(params), None)
         self.num_gradients += 1
-        first, precise = self._calls_backward is None, None
+        precise = None
         if self._forces != "float32" and not self.is_rough:
             precise = self._losses()  # first, so that what is seen of the layers is how energies are computed
-        losses, grads = self._differentiate()
+        losses, grads = self._differentiate(self._closures, self._weights)
         losses = losses if precise is None else precise
+        self._check_losses(losses, first=first)
+        grad = self._join(grads, params)
+        if self.known is None:
+            self.known = params, grad
+        return Evaluation(losses[None], self.log_prior(params), grad)
+
+    def _check_losses(self, losses: Tensor, *, first: bool) -> None:
+        """Of all micro-batches, once the modules are known."""
         self._check_held()
         if losses.dim() > 0 and len(losses) > self._num_data:
             raise ValueError(
@@ -139,17 +150,28 @@ class ClosurePotential(NetworkPotential):
         self.losses = losses[None] if self.losses is None else self.losses
         if self.fixed and first and self._must_check:
             self._check_fixed(losses)
-        grad = self._join(grads, params)
-        if self.known is None:
-            self.known = params, grad
-        return Evaluation(losses[None], self.log_prior(params), grad)
 
     def force(self, params: Leaves) -> Leaves:
         if self._forces == "float32" or self._calls_backward is None:
             return super().force(params)
         self.place(params)
         self.num_gradients += 1
-        return self._join(self._differentiate()[1], params)
+        return self._join(self._differentiate(self._closures, self._weights)[1], params)
+
+    @property
+    def num_parts(self) -> int:
+        return len(self._closures)
+
+    def force_of(self, params: Leaves, part: int) -> Leaves:
+        self.place(params)
+        losses, grads = self._differentiate(self._closures[part : part + 1], None)
+        share = 1 / self.num_parts
+        if self._weights is not None:
+            share *= self._weights[part]
+        elif losses.dim() > 0:
+            share = len(losses) / self._num_data
+        self.num_gradients += share
+        return self._join([g * (share * self.num_parts) for g in grads], params)
 
     def _check_held(self) -> None:
         """The modules are known once they were called, and with them the rows that must stay as they are."""
@@ -310,13 +332,13 @@ class ClosurePotential(NetworkPotential):
         finally:
             self._restore(saved)
 
-    def _differentiate(self) -> tuple[Tensor, list[Tensor]]:
-        """The losses of all micro-batches, and the gradient of their mean."""
+    def _differentiate(self, closures: Sequence[Closure], weights: Sequence[float] | None) -> tuple[Tensor, list[Tensor]]:
+        """The losses of these micro-batches, and the gradient of their mean."""
         first_call = self._calls_backward is None
         saved = [p.grad for p in self._live]
         try:
             with self._layers.evaluation(), arithmetic(self._forces, self._live[0].device):
-                losses, grads = self._call_and_differentiate()
+                losses, grads = self._call_and_differentiate(closures, weights)
         except BaseException:
             self._restore(saved)
             raise
@@ -328,12 +350,14 @@ class ClosurePotential(NetworkPotential):
         for p, g in zip(self._live, grads, strict=True):
             p.grad = g
 
-    def _call_and_differentiate(self) -> tuple[Tensor, list[Tensor]]:
+    def _call_and_differentiate(
+        self, closures: Sequence[Closure], weights: Sequence[float] | None
+    ) -> tuple[Tensor, list[Tensor]]:
         for p in self._live:
             p.grad = None  # so that a closure that calls backward is seen, and starts from zero
         losses: list[Tensor] = []
         sums: list[Tensor] | None = None
-        for i, closure in enumerate(self._closures):
+        for i, closure in enumerate(closures):
             with torch.enable_grad():
                 loss = self._called(closure)
                 if self._must_be_mean and loss.dim() == 0:
@@ -341,24 +365,24 @@ class ClosurePotential(NetworkPotential):
                 called = any(p.grad is not None for p in self._live)
                 if not called:
                     # what of one micro-batch is differentiated; sums are divided at the end
-                    total = loss if loss.dim() == 0 else loss.mean() if len(self._closures) == 1 else loss.sum()
-                    if loss.dim() == 0 and self._weights is not None:
-                        total = total * self._weights[i]
+                    total = loss if loss.dim() == 0 else loss.mean() if len(closures) == 1 else loss.sum()
+                    if loss.dim() == 0 and weights is not None:
+                        total = total * weights[i]
                     sums = self._add_grad(total, sums)
             losses.append(loss.detach().clone())
             self._calls_backward = called
         if self._calls_backward:
-            if len(self._closures) > 1:
+            if len(closures) > 1:
                 raise ValueError("a list of closures must leave `backward` to the sampler; one closure may call it itself.")
             grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self._live]
             self._check(grads)
         else:
             assert sums is not None
             grads = sums
-            if len(self._closures) > 1:
+            if len(closures) > 1:
                 count = sum(x.numel() for x in losses)
                 grads = [g / count for g in grads]  # never in place: autograd may return one tensor for two parameters
-        return _joined(losses, self._weights), grads
+        return _joined(losses, weights), grads
 
     def _add_grad(self, loss: Tensor, sums: list[Tensor] | None) -> list[Tensor]:
         if not loss.requires_grad:

@@ -392,7 +392,8 @@ class _Run:
         """The kernel of this step: while the chains approach their bulk, one without a test."""
         approach = None if self.adaptation is None else self.adaptation.approach
         if approach is None:
-            return self.kernel
+            is_adapting = self.adaptation is not None and not self.adaptation.is_done
+            return self.kernel.learning() if is_adapting else self.kernel
         return approaching(self.kernel, approach.steps(self.state.frozen_at, len(self.leaves[0])), self.kernel.preconditioner)
 
     def checked(self, result: DensityDraws) -> DensityDraws:

@@ -94,6 +94,19 @@ class StackedPotential(NetworkPotential):
         grad = tuple(torch.zeros_like(x).index_copy(0, rows, g) for x, g in zip(params, slopes, strict=True))
         return Evaluation(losses, self._prior.log_density(params), self._with_prior(grad, params))
 
+    @property
+    def num_parts(self) -> int:
+        return len(self._batch) if isinstance(self._batch, Parts) else 1
+
+    def force_of(self, params: Leaves, part: int) -> Leaves:
+        if self.num_parts == 1:
+            return self.force(params)
+        weight = self._batch.weights[part]
+        self.num_gradients += weight / self.num_parts
+        _, grad = self._evaluate_batch(params, to_device(self._batch[part], self._stack.device), with_grad=True)
+        assert grad is not None
+        return self._with_prior(tuple(g * weight for g in grad), params)
+
     def _evaluate_loss(self, params: Leaves, *, with_grad: bool) -> tuple[Tensor, Leaves | None]:
         """The losses, and the gradient of their mean without the prior."""
         if not isinstance(self._batch, Parts):

@@ -77,6 +77,8 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
     """Whether burn-in finds the learning rate, which is the step size then."""
     _noise_name: ClassVar[str] = "sigma"
     _needs_prior: ClassVar[bool] = False
+    _always_fixed: ClassVar[bool] = False
+    """Whether its data are fixed without being declared so."""
     _learns_preconditioner: bool = False
     _has_velocity: ClassVar[bool] = False
     """Whether it takes any `Scaling`, and can approach its bulk without a test."""
@@ -121,7 +123,7 @@ class Shell(torch.optim.Optimizer, ChainView, ABC):
         self.target = Target(num_data, given["inverse_temperature"], prior)
         self.acceptance: AcceptanceTest = given["acceptance"] or self._usual_test()
         _check_types(self.target, given["acceptance"], given["examples"], given["generator"])
-        self.fixed_data = given["fixed_data"]
+        self.fixed_data = given["fixed_data"] or self._always_fixed
         self.reference: Reference | None = None
         """Of a control variate."""
         self._kernels: list[tuple[Any, Kernel]] = []

@@ -102,6 +102,13 @@ class Data(ABC):
             "or a Dataset with numbered examples."
         )
 
+    def undivided(self) -> Data:
+        """The same data, all examples in one batch."""
+        raise ValueError(
+            f"all examples are needed at once, and {type(self).__name__} can only be iterated. Give tensors, or a Dataset with "
+            "numbered examples."
+        )
+
     def as_tensors(self) -> Data:
         """The same examples, from tensors where a data set holds no more than these: much faster to select from."""
         return self
@@ -139,6 +146,12 @@ class Indexed(Data):
             raise ValueError(f"`order` must be one of {', '.join(get_args(Order))}, got {order!r}.")
         other = copy.copy(self)
         other.order = order
+        other.restart(self._seed)
+        return other
+
+    def undivided(self) -> Self:
+        other = copy.copy(self)
+        other.batch_size = self.num_data
         other.restart(self._seed)
         return other
 

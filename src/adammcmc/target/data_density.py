@@ -38,6 +38,8 @@ class DataDensity:
         prior: on the parameters; None is flat.
         inverse_temperature: lambda; 1 is Bayes.
         batch_size: examples per gradient; None is all of them, and every test is then exact.
+        num_parts: batches that all data come in, of which `kernels.amortised_langevin` takes one at a time: every
+            `num_parts`-th row, from each of the first rows on.
         like: parameters with the structure that `loss` takes, if they are not one tensor.
         control_variate: for tests that select examples. It costs one pass over the data here, and a few more forward
             passes of each selected example. Of no use if `batch_size` is None.
@@ -62,6 +64,7 @@ class DataDensity:
         prior: Prior | None = None,
         inverse_temperature: float = 1.0,
         batch_size: int | None = None,
+        num_parts: int = 1,
         like: Any = None,
         control_variate: ControlVariate | None = None,
     ) -> None:
@@ -74,6 +77,12 @@ class DataDensity:
             raise ValueError(
                 f"`batch_size` must be a whole number between 1 and the number of examples, {n}, got {batch_size!r}."
             )
+        if type(num_parts) is not int or not 1 <= num_parts <= n or (num_parts > 1 and batch_size is not None):
+            raise ValueError(
+                f"`num_parts` must be a whole number between 1 and the number of examples, {n}, without `batch_size`, got "
+                f"{num_parts!r}."
+            )
+        self.num_parts = num_parts
         self.inverse_temperature = inverse_temperature
         self.scale = inverse_temperature * self.num_examples
         self.fixed = batch_size is None
@@ -109,24 +118,37 @@ class DataDensity:
         return step
 
     def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
+        found = self._evaluate(params, self._rows, with_grad=with_grad)
+        if self.known is None and not self.fixed and found.grad is not None:
+            self.known = params, found.grad
+        return found
+
+    def _evaluate(self, params: Leaves, rows: slice | Tensor, *, with_grad: bool, weight: float = 1.0) -> Evaluation:
+        """On these rows; `weight`: of their mean loss in the gradient."""
         with torch.set_grad_enabled(with_grad):
             leaves = tuple(x.detach().requires_grad_(with_grad) for x in params)
-            losses = self._losses(leaves, self._rows)
+            losses = self._losses(leaves, rows)
             log_prior = self._log_prior(leaves)
             if not with_grad:
                 return Evaluation(losses, log_prior, None)
             # the chains are independent terms of the sum, so its gradient holds that of each chain
-            total = sums.mean_over_examples(losses).sum()
+            total = weight * sums.mean_over_examples(losses).sum()
             if log_prior.requires_grad:
                 total = total - log_prior.sum() / self.scale
             grad = torch.autograd.grad(total, leaves, materialize_grads=True)
-        if self.known is None and not self.fixed:
-            self.known = params, grad
         return Evaluation(losses.detach(), log_prior.detach(), grad)
 
     def force(self, params: Leaves) -> Leaves:
         """See `Potential`."""
         grad = self.evaluate(params, with_grad=True).grad
+        assert grad is not None
+        return grad
+
+    def force_of(self, params: Leaves, part: int) -> Leaves:
+        """See `Potential`."""
+        n, count = self.num_examples, self.num_parts
+        weight = len(range(part, n, count)) * count / n
+        grad = self._evaluate(params, slice(part, None, count), with_grad=True, weight=weight).grad
         assert grad is not None
         return grad
 

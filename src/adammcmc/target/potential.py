@@ -104,6 +104,15 @@ class Potential(Protocol):
         assert grad is not None
         return grad
 
+    @property
+    def num_parts(self) -> int:
+        """How many parts the data come in, each of which gives an estimate of the force (`force_of`)."""
+        return 1
+
+    def force_of(self, params: Leaves, part: int) -> Leaves:
+        """The gradient of V as this part of the data estimates it, the prior's included. The mean over the parts is `force`."""
+        return self.force(params)
+
     def evaluate_some(self, params: Leaves, chains: Tensor) -> Evaluation:
         """The same, with its gradient, of the chains in this mask, (chains,); the numbers of the others mean nothing."""
         return self.evaluate(params, with_grad=True)
