@@ -696,14 +696,14 @@ MUTANTS = [
     Mutant(
         "U taken for flat whatever it does",
         "samplers/adaptation.py",
-        "return max(abs(now - before), abs(drift), resolution) < 0.5 * min(fluctuation, self._natural)",
+        "return max(abs(now - before), abs(drift), resolution) < 0.5 * min(fluctuation, of._natural)",
         "return True",
         "tests/test_adaptation.py",
     ),
     Mutant(
         "noise of the batch taken for the fluctuation of U",
         "samplers/adaptation.py",
-        "0.5 * min(fluctuation, self._natural)",
+        "0.5 * min(fluctuation, of._natural)",
         "0.5 * fluctuation",
         "tests/test_adaptation.py",
     ),

@@ -246,9 +246,7 @@ class Tagger:
         is_exact, batch_size = settings.sampler == "underdamped", settings.batch_size
         if isinstance(jets, StreamedJets) and is_exact:
             raise ValueError("'underdamped' uses all jets in each step: they must fit in memory.")
-        names = ("lr", "betas", "sigma", "sigma_along")
-        if is_exact:
-            names = ("forces", "num_leapfrog")
+        names = ["forces", "num_leapfrog"] if is_exact else ["lr", "betas", "sigma", "sigma_along"]
         options = {name: getattr(settings, name) for name in ("inverse_temperature", *names)}
         self.net.train(settings.in_training_mode)
         assert settings.gap is not None

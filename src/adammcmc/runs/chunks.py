@@ -21,7 +21,7 @@ from adammcmc.target.likelihood import Loss
 __all__ = ["in_parts", "rows_at_once"]
 
 _FEW = 256  # examples that are tried
-_MOST = 32 << 30  # bytes; more at a time would not be faster
+_MOST = 8 << 30  # bytes; more at a time is not faster
 _SHARE = 0.2  # of the memory
 
 

@@ -252,25 +252,22 @@ def sample(
     Args:
         model: preferably trained; the chains start from its weights, or from `initial`. It is sampled in its current modes
             (`train` or `eval`), and restored before this returns.
-        train: tensors (inputs, targets) on any device; arrays, or paths of .npy files, which are memory-mapped; a
-            Dataset; or a DataLoader. See `as_data`.
+        train: tensors (inputs, targets); arrays, or .npy files, memory-mapped; a Dataset; or a DataLoader. See `as_data`.
         loss: a function of outputs and targets, such as `F.cross_entropy`, or of model and batch (name its first
             argument `model`). For regression, use `GaussianNLL(noise)`.
         sampler: makes the sampler from parameters, such as `partial(AdamMCMC, lr=1e-3, sigma=3e-4, sigma_along=2.0)`. None
             is `Underdamped`, which is exact: on all data at once, or with `FullData()` on minibatches. lr, sigma, sigma_along,
             step_size and inverse_temperature may be tensors with one value per chain: a scan in one run.
         batch_size: None uses the DataLoader's, or all data at once. `AmortisedLangevin` keeps all data, cut into such batches.
-        chunk_size: where a step uses all data, how many examples are evaluated at a time; the result is the same up to
-            rounding. None is all of them, or as many as need a few gigabytes for their gradient.
+        chunk_size: examples evaluated at a time where a step uses all data; None is all, or as many as a few gigabytes allow.
         prior: passed to the sampler. None: a sampler that requires a prior gets `Gaussian.fan_in(model, 2.0)`.
         num_draws: draws per chain.
         gap: steps between two draws.
         burn_in: steps to discard, in which a sampler may tune its settings. A `BurnIn` makes any sampler adapt. None:
             until the sampler's own adaptation ends; without one, a quarter of the steps that follow.
         num_chains: number of chains, each with its own random numbers.
-        stacked: True runs all chains at once, with stacked weights under `torch.func.vmap`. They then share batches
-            (not noise), adapt to their mean acceptance rate, and stop and resume together. False runs one after
-            another, each with its own data order. None stacks on an accelerator where it is possible and faster.
+        stacked: True runs all chains at once, under `torch.func.vmap`: they share batches (not noise), and stop and resume
+            together. False runs one after another. None stacks on an accelerator where it is possible and faster.
         seed: fixes all random numbers: noise, data order, dropout.
         path: a folder for the draws; None keeps them in memory.
         resume: continue the run in `path` bit for bit, or start it if there is none. All other arguments must be the

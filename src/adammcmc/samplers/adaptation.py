@@ -33,7 +33,7 @@ from adammcmc.kernels.words import preconditioner_in_words
 from adammcmc.samplers.approach import Approach
 from adammcmc.samplers.budget import Budget
 from adammcmc.samplers.diagnostics import rhat
-from adammcmc.samplers.fisher import fisher_metric
+from adammcmc.samplers.fisher import BatchMetric
 from adammcmc.samplers.metric import Kind, MetricSums
 from adammcmc.samplers.persistence import Persistence
 from adammcmc.samplers.warmup import WarmUp
@@ -50,9 +50,8 @@ _WATCHED = 32  # coordinates
 _LAST_WINDOW = 600  # steps of the last window, over all chains
 _RESCUE, _MOST_RESCUES = 50, 6  # steps and number of the windows that follow while chains are frozen
 _AGREEING = 1.02  # R-hat
-_LARGE = 10_000  # weights from which on metrics are those of batches: few directions are stiff, and steps are many
 _SMALL_ERRORS = 0.005, 0.002  # of a step in the approach with this metric, which needs no longer ones (`samplers.approach`)
-_NOT_SAVED = ("settings", "approach", "budget", "_persistence", "_precision", "_shapes", "_sums", "_metric_in_use")
+_NOT_SAVED = ("settings", "approach", "batches", "budget", "_persistence", "_precision", "_shapes", "_sums", "_metric_in_use")
 # by what the steps of a single chain change, if its acceptance relative to the target is above the first number
 _OWN_FACTORS = (-1.0, 0.125), (0.05, 0.5), (0.3, 1.0), (0.6, 2.0), (1.1, 4.0)
 
@@ -193,12 +192,9 @@ class Adaptation(_Looks):
         self._power = 1.0 if velocity else 0.5
         self._watches = watches
         self._first_step_size = step_size
-        self._learns_from_batches = velocity and approaches and self._learns and self._kind == "diagonal"
-        self._learns_from_batches &= (
-            num_params >= _LARGE and precision is not None and all(bool((q > 0).all()) for q in precision)
-        )
-        self._of_batches: Leaves | None = None
-        """The metric of batches (`samplers.fisher`) where the chains stand, or stood."""
+        uses_batches = velocity and approaches and self._learns and self._kind == "diagonal"
+        self.batches = BatchMetric.of(precision, num_params) if uses_batches else None
+        """The metric of batches, for large networks."""
         self._persistence = None if friction is None else Persistence(friction)
         self._kappa = None
         if tunes_sigma_along and (rate := settings.proposal_acceptance) is not None:
@@ -300,7 +296,7 @@ class Adaptation(_Looks):
         if self._kappa is not None and not math.isnan(self._ratio):
             along = math.sqrt(max(0.0, self._kappa**-2 - self._ratio**-2))
         factor = math.exp(move)
-        own = self._new_own()
+        own = _new_own(self)
         return Change(
             factor if own is None else factor * own.to(potential.device), along, metric, self._friction(potential.device)
         )
@@ -313,23 +309,10 @@ class Adaptation(_Looks):
             return self._persistence.friction
         return self._persistence.of_chains(self._num_chains).to(device)
 
-    def _new_own(self) -> Tensor | None:
-        """By what the steps of single chains change at the end of a window, (chains,); None if none does."""
-        rates, self._rates = self._rates, None
-        if rates is None or not self._takes_own or len(rates) < 3:
-            return None
-        before = torch.ones_like(rates) if self._own is None else self._own
-        factor = torch.ones_like(rates)
-        for rate, change in _OWN_FACTORS:
-            factor = torch.where(rates / self.target > rate, change, factor)
-        after = (before * factor).clamp_max(1.0)
-        self._own = after
-        return None if torch.equal(after, before) else after / before
-
     def approach_metric(self, own: Leaves | Scaling | None, params: Leaves) -> Leaves | Scaling | None:
         """A during the approach: the kernel's own, or the prior's variances (in the dtype of a velocity of these weights)."""
-        if self._of_batches is not None:
-            return tuple(a.to(widen(x).dtype) for a, x in zip(self._of_batches, params, strict=True))
+        if self.batches is not None and (found := self.batches.like(params)) is not None:
+            return found
         if own is not None or self._precision is None or any(bool((q <= 0).any()) for q in self._precision):
             return own
         return tuple((1 / q).to(widen(x).dtype) for q, x in zip(self._precision, params, strict=True))
@@ -342,12 +325,10 @@ class Adaptation(_Looks):
         is_over = approach.is_done or self.budget.is_late
         if is_over or (approach.has_new_window and not approach.is_in_last_stretch):
             if self._learns and (is_over or self._precision is None):
-                metric = self._sums.learn(self._metric_in_use) if self._of_batches is None else self._of_batches
+                metric = self._learnt()
             self._sums = MetricSums(self._kind, self._precision, self._shapes)
         factor = 0.0 if metric is None else self._rescale(metric)
-        lengthened = 1.0
-        if is_over and self._of_batches is not None and self._first_step_size is not None:
-            lengthened = approach.step_size / self._first_step_size
+        lengthened = _lengthened(self) if is_over else 1.0
         if is_over:
             self._has_approached = approach.is_level
             self.approach, self._num_approach = None, self._step
@@ -357,26 +338,18 @@ class Adaptation(_Looks):
         return Change(lengthened, None, metric)
 
     def look(self, network: Any, loss: Any, batch: Any) -> None:
-        """Take the metric of batches at the chains' present weights, if it is wanted next."""
-        if not self._learns_from_batches or not self._is_metric_due():
+        """Take the metric of batches if it is wanted next: after the first step, and when a window ends, but the last."""
+        approach = self.approach
+        if approach is not None:
+            is_due = self._step == 1 or approach.has_new_window or approach.num_left == 1
+        else:
+            is_due = not self._is_last and self._in_window == self._length - 1
+        if self.batches is None or not is_due:
             return
-        assert self._precision is not None
-        before, found = self._of_batches, fisher_metric(network, loss, batch, self._precision)
-        if found is None:
-            self._learns_from_batches = before is not None
-            return
-        # one point is not all of the target: the geometric mean with those before, whose weights halve
-        self._of_batches = found if before is None else tuple((a * b).sqrt() for a, b in zip(found, before, strict=True))
-        if self.approach is not None:
-            self.approach.variances = _SMALL_ERRORS
-            old = tuple(1 / q for q in self._precision) if before is None else before
-            self.approach.rescale(0.5 * math.log(mean_of(old) / mean_of(self._of_batches)))
-
-    def _is_metric_due(self) -> bool:
-        """At the start, after each window of the approach and before its end; then before each window ends, but the last."""
-        if (approach := self.approach) is not None:
-            return self._step == 1 or approach.has_new_window or approach.num_left == 1
-        return not self._is_last and self._in_window == self._length - 1
+        change = self.batches.update(network, loss, batch)
+        if approach is not None and self.batches.value is not None:
+            approach.variances = _SMALL_ERRORS
+            approach.rescale(change)
 
     def _pooled_rate(self, acceptance: Tensor) -> float:
         """The mean acceptance of the chains that move: one in a bad place shall not shorten the steps of all."""
@@ -448,32 +421,21 @@ class Adaptation(_Looks):
         return self.agreement < _AGREEING
 
     def _is_level(self) -> bool:
-        """Whether U had the same level in this window and the previous one, within half of its own fluctuation.
-
-        After an approach that ended level, U need only be as level as the approach requires: within its natural spread.
-
-        Where U is only estimated, batch noise must not count as fluctuation: that is at most the natural one, and the
-        window must be long enough to resolve it.
-        """
-        if len(self._levels) < 2:
-            return False
-        (before, _), (now, fluctuation) = self._levels[-2:]
-        half = len(self._potentials) // 2
-        drift = statistics.fmean(self._potentials[half:]) - statistics.fmean(self._potentials[:half])
-        if self._has_approached:
-            return max(abs(now - before), abs(drift)) < self._natural
-        resolution = 2 * fluctuation / math.sqrt(half)
-        return max(abs(now - before), abs(drift), resolution) < 0.5 * min(fluctuation, self._natural)
+        """Whether U had the same level in this window and the previous one."""
+        return _is_level(self)
 
     def _metric(self) -> Leaves | Scaling | None:
         if not self._learns:
             return None
-        if self._of_batches is not None:
-            return self._of_batches
-        found = self._sums.learn(self._metric_in_use)
+        found = self._learnt()
         if isinstance(found, tuple) and self._power != 1.0:  # Adam's scaling, for kernels without a velocity
             found = tuple(a.pow(self._power) for a in found)
         return found
+
+    def _learnt(self) -> Leaves | Scaling | None:
+        """A of the batches, if there is one, or of the steps of this window."""
+        of_batches = None if self.batches is None else self.batches.value
+        return self._sums.learn(self._metric_in_use) if of_batches is None else of_batches
 
     def _rescale(self, metric: Leaves | Scaling) -> float:
         """The change of log scale that keeps the length of a move, h * sqrt(mean A), when A changes."""
@@ -524,6 +486,46 @@ class Adaptation(_Looks):
             warn(_frozen_in_words(self.frozen, self._num_chains, self.reached))
 
 
+def _is_level(of: Adaptation) -> bool:
+    """Whether U had the same level in this window and the previous one, within half of its own fluctuation.
+
+    After an approach that ended level, U need only be as level as the approach requires: within its natural spread.
+
+    Where U is only estimated, batch noise must not count as fluctuation: that is at most the natural one, and the
+    window must be long enough to resolve it.
+    """
+    if len(of._levels) < 2:
+        return False
+    (before, _), (now, fluctuation) = of._levels[-2:]
+    half = len(of._potentials) // 2
+    drift = statistics.fmean(of._potentials[half:]) - statistics.fmean(of._potentials[:half])
+    if of._has_approached:
+        return max(abs(now - before), abs(drift)) < of._natural
+    resolution = 2 * fluctuation / math.sqrt(half)
+    return max(abs(now - before), abs(drift), resolution) < 0.5 * min(fluctuation, of._natural)
+
+
+def _new_own(of: Adaptation) -> Tensor | None:
+    """By what the steps of single chains change at the end of a window, (chains,); None if none does."""
+    rates, of._rates = of._rates, None
+    if rates is None or not of._takes_own or len(rates) < 3:
+        return None
+    before = torch.ones_like(rates) if of._own is None else of._own
+    factor = torch.ones_like(rates)
+    for rate, change in _OWN_FACTORS:
+        factor = torch.where(rates / of.target > rate, change, factor)
+    after = (before * factor).clamp_max(1.0)
+    of._own = after
+    return None if torch.equal(after, before) else after / before
+
+
+def _lengthened(of: Adaptation) -> float:
+    """By what the step that was given is multiplied for tuning to begin: a metric of batches gives the approach's a meaning."""
+    assert of.approach is not None
+    knows_unit = of.batches is not None and of.batches.value is not None
+    return of.approach.step_size / of._first_step_size if knows_unit and of._first_step_size is not None else 1.0
+
+
 def _has_rescued(of: Adaptation) -> bool:
     """Whether chains that froze in the last window get shorter steps, and some more steps to show that they move."""
     has_own = of._takes_own and of._num_chains > 2
@@ -568,18 +570,20 @@ def _state(of: Adaptation) -> dict[str, Any]:
     state = {key: value for key, value in of.__dict__.items() if key not in _NOT_SAVED}
     approach = None if of.approach is None else of.approach.state_dict()
     own = {"settings": asdict(of.settings), "approach": approach, "sums": of._sums.state_dict(), "seconds": of.budget.state()}
+    own["batches"] = None if of.batches is None else of.batches.state_dict()
     return {**state, **own, "metric": stored(of._metric_in_use)}
 
 
 def _restore(of: Adaptation, state: dict[str, Any]) -> None:
-    rest = {key: value for key, value in state.items() if key not in ("approach", "sums", "seconds", "metric")}
+    rest = {key: value for key, value in state.items() if key not in ("approach", "sums", "seconds", "metric", "batches")}
     of.__dict__.update({**rest, "settings": BurnIn(**state["settings"])})
     of.budget = Budget(of.settings.max_seconds)
     of.budget.restore(state["seconds"], is_new=of._step == 0)
     of._sums = MetricSums(of._kind, of._precision, of._shapes)
     of._sums.load_state_dict(state["sums"])
     of._metric_in_use = restored(state["metric"])
-    of._of_batches = None if of._of_batches is None else tuple(of._of_batches)
+    if of.batches is not None and state["batches"] is not None:
+        of.batches.load_state_dict(state["batches"])
     if state["approach"] is None:
         of.approach = None
     else:

@@ -332,26 +332,18 @@ class Chains:
         if not self.is_capturing:
             self._upload(kernel)
         potential = network.potential(loss, batch, self._precision)
-        # (at the first step the layers are seen, as they are in energies)
-        potential.is_rough = potential.can_be_rough and self._is_approaching and self.num_steps > 0
+        potential.is_rough = potential.can_be_rough and _needs_no_energies(self, kernel)
         if potential.is_rough != self._was_rough:
             self.here, self._was_rough = None, potential.is_rough
         params = network.take()
         state = ChainState(params, self.memory, self.here, self.carry, step, self.frozen_at)
         with network.attempt(potential, params):
-            if (
-                self.here is not None
-                and not potential.is_rough
-                and self.num_steps in _RECHECKS[: None if self.device.type == "cpu" else 1]
-            ):
+            is_due = self.num_steps in _RECHECKS[: None if self.device.type == "cpu" else 1]
+            if self.here is not None and is_due and not potential.is_rough:
                 potential.check_same(self.here)
             state, moving = self.owner.prepare(potential, state), _moving(self, kernel, params)
             state, info = moving.step(state, potential, self.owner.generator)
         return potential, state, info
-
-    @property
-    def _is_approaching(self) -> bool:
-        return self.adaptation is not None and self.adaptation.approach is not None
 
     def _upload(self, kernel: Any) -> None:
         """Send settings that have changed to the kernel's backend."""
@@ -605,6 +597,12 @@ class Chains:
         self.monitor = None if state["health"] is None else self.new_monitor()
         if self.monitor is not None:
             self.monitor.load_state_dict(state["health"])
+
+
+def _needs_no_energies(of: Chains, kernel: Any) -> bool:
+    """Whether no test depends on energies to a nat. (The first step sees the layers, as they are in energies.)"""
+    is_approaching = of.adaptation is not None and of.adaptation.approach is not None
+    return of.num_steps > 0 and (is_approaching or not kernel.acceptance.needs_noise)
 
 
 def _moving(of: Chains, kernel: Any, params: Leaves) -> Any:

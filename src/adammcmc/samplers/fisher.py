@@ -11,6 +11,7 @@ data do not determine take thousands of steps to spread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,11 +19,62 @@ import torch
 from torch import Tensor
 
 from adammcmc.target.batches import Batch, Parts, num_rows, part_of, to_device
-from adammcmc.target.leaves import Leaves, by_chain
+from adammcmc.target.leaves import Leaves, by_chain, widen
 
-__all__ = ["fisher_metric"]
+__all__ = ["BatchMetric", "fisher_metric"]
 
+LARGE = 10_000
+"""Weights from which on burn-in takes its metric from batches: few directions are stiff, and steps are expensive."""
 _BATCHES = 64
+
+
+class BatchMetric:
+    """The metric of batches during a burn-in, averaged over the places where it was taken.
+
+    Args:
+        precision: of the prior, in the shapes of the leaves.
+    """
+
+    def __init__(self, precision: Leaves) -> None:
+        self._precision = precision
+        self.value: Leaves | None = None
+        """None until it is known."""
+        self.is_possible = True
+        """Whether the data can be divided, as far as that is known."""
+
+    @classmethod
+    def of(cls, precision: Leaves | None, num_params: int) -> BatchMetric | None:
+        """For networks of this size with this prior; None where the metric is learnt along the chains."""
+        if precision is None or num_params < LARGE or not all(bool((q > 0).all()) for q in precision):
+            return None
+        return cls(precision)
+
+    def update(self, network: Any, loss: Any, batch: Batch) -> float:
+        """Take it at the chains' present weights. Returns by how much the logarithm of its unit, A^1/2, has shrunk.
+
+        One place is not all of the target: it is the geometric mean with those before, whose weights halve each time. What it
+        replaces at first is the metric of the prior.
+        """
+        found = fisher_metric(network, loss, batch, self._precision) if self.is_possible else None
+        if found is None:
+            self.is_possible = self.value is not None
+            return 0.0
+        before = tuple(1 / q for q in self._precision) if self.value is None else self.value
+        self.value = found if self.value is None else tuple((a * b).sqrt() for a, b in zip(found, before, strict=True))
+        old, new = (sum(float(a.double().sum()) for a in metric) for metric in (before, self.value))
+        return 0.5 * math.log(old / new)
+
+    def like(self, params: Leaves) -> Leaves | None:
+        """In the dtypes of a velocity of these weights."""
+        return None if self.value is None else tuple(a.to(widen(x).dtype) for a, x in zip(self.value, params, strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As lists, tensors and numbers."""
+        return {"value": None if self.value is None else list(self.value), "is_possible": self.is_possible}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.value, self.is_possible = None if state["value"] is None else tuple(state["value"]), state["is_possible"]
 
 
 def fisher_metric(network: Any, loss: Any, batch: Batch, precision: Leaves) -> Leaves | None:
@@ -44,7 +96,7 @@ def fisher_metric(network: Any, loss: Any, batch: Batch, precision: Leaves) -> L
     with network.trial(whole) as params, torch.random.fork_rng(devices):
         for part in batches:
             potential = network.potential(loss, to_device(part, network.device), None)
-            potential.is_rough = potential.can_be_rough
+            potential.fixed, potential.is_rough = False, potential.can_be_rough  # one batch of many, and no test
             grad = [g.double() for g in potential.force(params)]
             if sums is None:
                 first, sums = grad, [[torch.zeros_like(g) for g in grad] for _ in range(2)]
