@@ -127,6 +127,7 @@ def test_sampling_goes_on_with_resume(home: Path, tmp_path: Path) -> None:
     run("train", tmp_path / "few.npz", "-r", tmp_path, "--network", "lite", "--epochs", 1, "--device", "cpu")
     for sampler in ("underdamped", "as-released"):
         chain = ("sample", tmp_path / "few.npz", "-r", tmp_path / sampler, "--sampler", sampler, "--burn-in", 2, "--gap", 2)
+        chain += ("--num-chains", 1)
         Tagger.load(tmp_path).save(tmp_path / sampler)
         run(*chain, "--num-draws", 2, "--device", "cpu")
         run(*chain, "--num-draws", 3, "--device", "cpu", "--resume")

@@ -16,7 +16,8 @@ from torch import Tensor
 from adammcmc import Posterior
 from adammcmc.jets import Jets, bundled, cloud_of, read_jets
 from adammcmc.jets.metrics import accuracy
-from adammcmc.jets.tagger import Tagger, Training
+from adammcmc.jets.particlenet import restated
+from adammcmc.jets.tagger import Sampling, Tagger, Training
 from adammcmc.posterior.store import encoding
 from adammcmc.posterior.store.atomic import write_parts
 from adammcmc.posterior.store.encoding import encode
@@ -24,7 +25,7 @@ from adammcmc.posterior.store.encoding import encode
 JETS = read_jets(bundled("jets"), max_jets=2500)
 FEW = JETS[:96]
 QUICK: dict[str, Any] = {"network": "lite", "batch_size": 32}
-SHORT: dict[str, Any] = {"burn_in": 2, "gap": 2, "num_draws": 3, "progress": False}
+SHORT: dict[str, Any] = {"burn_in": 2, "gap": 2, "num_draws": 3, "num_chains": 1, "progress": False}
 # so short a chain says that it has not arrived
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -264,6 +265,53 @@ def test_every_sampler_runs_and_leaves_the_trained_weights(sampler: Any, tagger:
     assert torch.equal(posterior[2]["bn_fts.running_mean"], before["bn_fts.running_mean"])
     again = tagger.posterior(tmp_path / "chain")
     assert equal(again, posterior)
+
+
+def test_a_network_restated_with_other_statistics_is_the_same_function(tagger: Tagger) -> None:
+    other = trained(seed=1)
+    before, state = other.scores(FEW), restated(other.net, tagger.net.state_dict())
+    other.net.load_state_dict(state)
+    torch.testing.assert_close(other.scores(FEW), before, atol=1e-5, rtol=1e-4)
+    for name, buffer in tagger.net.named_buffers():
+        assert torch.equal(buffer, state[name]), name
+    assert not torch.equal(state["bn_fts.weight"], tagger.net.bn_fts.weight)
+
+
+def test_exact_chains_start_apart_and_have_one_target(tagger: Tagger, tmp_path: Path) -> None:
+    options = SHORT | {"sampler": "underdamped", "num_chains": 2, "num_draws": 2, "path": tmp_path}
+    posterior = tagger.sample(FEW, **options)
+    first, second = posterior[0], posterior[2]
+    names = [name for name, _ in tagger.net.named_buffers()]
+    assert all(torch.equal(first[name], second[name]) for name in names)
+    distance = float((first["fc.0.0.weight"] - second["fc.0.0.weight"]).abs().mean())
+    assert distance > 10 * float((first["fc.0.0.weight"] - tagger.net.fc[0][0].weight).abs().mean())
+    assert equal(tagger.posterior(tmp_path), posterior)
+    tagger.net.autocast = torch.bfloat16
+    longer = tagger.sample(FEW, **options | {"num_draws": 3}, resume=True)  # nothing is trained again
+    assert tagger.net.autocast is torch.bfloat16
+    tagger.net.autocast = None
+    assert len(longer) == 6
+    assert "bfloat16" not in longer.target  # energies are in full precision whatever the network's own
+
+
+def test_microcanonical_chains_say_that_they_have_no_test(tagger: Tagger) -> None:
+    posterior = tagger.sample(FEW[:16], **SHORT | {"sampler": "microcanonical", "burn_in": 100})
+    assert "approximate: no Metropolis correction" in posterior.target
+    assert "energy error of a step" in posterior.warm_up[0].reason
+    assert posterior.warm_up[0].num_approach == 100
+
+
+def test_defaults_follow_the_sampler_and_the_device() -> None:
+    here, there = (Sampling(sampler="underdamped").complete(on_gpu=on_gpu) for on_gpu in (False, True))
+    assert (here.num_chains, here.num_draws, here.gap, here.forces, here.num_leapfrog) == (4, 100, 10, "float32", 1)
+    assert (there.forces, there.num_leapfrog) == ("bfloat16", 4)
+    assert Sampling(sampler="microcanonical").complete(on_gpu=True).num_leapfrog is None
+    plain = Sampling(num_draws=7).complete(on_gpu=True)
+    assert (plain.num_chains, plain.num_draws, plain.gap, plain.forces) == (1, 7, 100, None)
+    with pytest.raises(ValueError, match="forces"):
+        Sampling(forces="tf32")
+    with pytest.raises(ValueError, match="num_leapfrog"):
+        Sampling(sampler="microcanonical", num_leapfrog=2)
 
 
 def test_in_training_mode_the_statistics_move(tagger: Tagger) -> None:

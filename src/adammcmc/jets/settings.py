@@ -19,7 +19,7 @@ __all__ = ["ForcesName", "NetworkName", "Precision", "SamplerName", "Sampling", 
 
 NetworkName = Literal["particlenet", "lite"]
 Precision = Literal["float32", "bfloat16"]
-SamplerName = Literal["adam-mcmc", "as-released", "underdamped"]
+SamplerName = Literal["adam-mcmc", "as-released", "underdamped", "microcanonical"]
 ForcesName = Literal["float32", "tf32", "bfloat16"]
 
 
@@ -89,8 +89,9 @@ class Sampling:
 
     Args:
         sampler: "adam-mcmc" is Algorithm 1 of the paper, approximate; "as-released" is the variant in the published code;
-            "underdamped" is exact, tunes itself, and uses all jets in each step (it ignores `lr`, `sigma` and `batch_size`).
-            Each of its chains starts from a network of its own, trained as the tagger was, from another seed.
+            "underdamped" is exact; "microcanonical" has no test, and moves where exact chains of ParticleNet hardly do. Both
+            tune themselves and use all jets in each step (they ignore `lr`, `sigma` and `batch_size`), and each of their chains
+            starts from a network of its own, trained as the tagger was, from another seed.
         lr: learning rate of the Adam step.
         betas: of its moments, which start from those of the training.
         sigma: standard deviation of the noise on one weight; larger values are rejected more often.
@@ -100,10 +101,10 @@ class Sampling:
             0 is flat (the paper's, on a large ball): there is then no posterior unless the loss bounds it.
         batch_size: jets in a step.
         burn_in: steps to discard at the start; by default a quarter of the steps that follow, or until the sampler has adapted.
-        gap: steps between two draws; by default 100, for "underdamped" 10.
-        num_draws: draws of each chain; by default 10, for "underdamped" 100.
-        num_chains: chains, one after the other; by default 1, for "underdamped" 4.
-        forces: the arithmetic of the gradients of "underdamped", which stays exact in any; by default bfloat16 on a GPU.
+        gap: steps between two draws; by default 100, with all jets in each step 10.
+        num_draws: draws of each chain; by default 10, with all jets in each step 100.
+        num_chains: chains, one after the other; by default 1, with all jets in each step 4.
+        forces: the arithmetic of gradients of all jets; "underdamped" stays exact in any. By default bfloat16 on a GPU.
         num_leapfrog: gradients of "underdamped" for each test; by default 4 on a GPU and 1 on a CPU.
         in_training_mode: BatchNorm on batch statistics, and dropout, as in the paper. By default the network runs in
             evaluation mode, so that the loss is one function of the weights.
@@ -130,15 +131,23 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.sampler not in get_args(SamplerName):
             raise ValueError(f"there is no sampler '{self.sampler}'. Known: {', '.join(get_args(SamplerName))}.")
-        if self.sampler != "underdamped" and (self.forces is not None or self.num_leapfrog is not None):
-            raise ValueError("`forces` and `num_leapfrog` are settings of the sampler 'underdamped'.")
+        if self.forces is not None and not self.uses_all_jets:
+            raise ValueError("`forces` is a setting of the samplers that use all jets, 'underdamped' and 'microcanonical'.")
+        if self.num_leapfrog is not None and self.sampler != "underdamped":
+            raise ValueError("`num_leapfrog` is a setting of the sampler 'underdamped'.")
+
+    @property
+    def uses_all_jets(self) -> bool:
+        """Whether each step of the sampler uses all jets."""
+        return self.sampler in ("underdamped", "microcanonical")
 
     def complete(self, *, on_gpu: bool) -> Sampling:
         """The same settings with the defaults of this sampler for those that are None."""
         usual: dict[str, Any] = {"gap": 100, "num_draws": 10, "num_chains": 1}
+        if self.uses_all_jets:
+            usual = {"gap": 10, "num_draws": 100, "num_chains": 4, "forces": "bfloat16" if on_gpu else "float32"}
         if self.sampler == "underdamped":
-            own = {"forces": "bfloat16", "num_leapfrog": 4} if on_gpu else {"forces": "float32", "num_leapfrog": 1}
-            usual = {"gap": 10, "num_draws": 100, "num_chains": 4} | own
+            usual["num_leapfrog"] = 4 if on_gpu else 1
         return replace(self, **{name: value for name, value in usual.items() if getattr(self, name) is None})
 
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
 
+from adammcmc.acceptance import AlwaysAccept
 from adammcmc.jets.data import Jets
 from adammcmc.jets.features import JetData, cloud_bytes
 from adammcmc.jets.particlenet import ParticleNet, ParticleNetLite, restated
@@ -32,7 +33,7 @@ from adammcmc.posterior.store.encoding import read_state, write_state
 from adammcmc.runs.factory import Factory
 from adammcmc.runs.plan import Plan
 from adammcmc.samplers.adam import AdamMCMC, AsReleased
-from adammcmc.samplers.exact import Underdamped
+from adammcmc.samplers.exact import Microcanonical, Underdamped
 from adammcmc.samplers.progress import Bar, show_bar
 from adammcmc.target.batches import to_device
 from adammcmc.target.data import derive_seed
@@ -41,7 +42,12 @@ from adammcmc.target.priors import Gaussian
 __all__ = ["NETWORKS", "Sampling", "Tagger", "Training", "best_device"]
 
 NETWORKS: dict[str, type[ParticleNet]] = {"particlenet": ParticleNet, "lite": ParticleNetLite}
-SAMPLERS: dict[str, Factory] = {"adam-mcmc": AdamMCMC, "as-released": AsReleased, "underdamped": Underdamped}
+SAMPLERS: dict[str, Factory] = {
+    "adam-mcmc": AdamMCMC,
+    "as-released": AsReleased,
+    "underdamped": Underdamped,
+    "microcanonical": partial(Microcanonical, acceptance=AlwaysAccept()),
+}
 _FILE = "tagger.safetensors"
 
 
@@ -243,24 +249,25 @@ class Tagger:
         """
         check_two_classes(jets)
         settings = replace(settings or Sampling(), **changes).complete(on_gpu=self.device.type == "cuda")
-        is_exact, batch_size = settings.sampler == "underdamped", settings.batch_size
-        if isinstance(jets, StreamedJets) and is_exact:
-            raise ValueError("'underdamped' uses all jets in each step: they must fit in memory.")
-        names = ["forces", "num_leapfrog"] if is_exact else ["lr", "betas", "sigma", "sigma_along"]
-        options = {name: getattr(settings, name) for name in ("inverse_temperature", *names)}
+        uses_all, batch_size = settings.uses_all_jets, settings.batch_size
+        if isinstance(jets, StreamedJets) and uses_all:
+            raise ValueError(f"'{settings.sampler}' uses all jets in each step: they must fit in memory.")
+        names = ["forces", "num_leapfrog"] if uses_all else ["lr", "betas", "sigma", "sigma_along"]
+        values = {name: getattr(settings, name) for name in ("inverse_temperature", *names)}
+        options = {name: value for name, value in values.items() if value is not None}
         self.net.train(settings.in_training_mode)
         assert settings.gap is not None
         assert settings.num_draws is not None
         assert settings.num_chains is not None
-        with self._in_full_precision() if is_exact else nullcontext():
+        with self._in_full_precision() if uses_all else nullcontext():
             return Plan(
                 self._called,
-                self.data(jets, None if is_exact or batch_size is None else min(batch_size, len(jets))),
+                self.data(jets, None if uses_all or batch_size is None else min(batch_size, len(jets))),
                 F.cross_entropy,
                 sampler=partial(SAMPLERS[settings.sampler], **options),
                 prior=Gaussian.fan_in(self.net, settings.prior_gain) if settings.prior_gain else None,
-                warm_start=None if is_exact else self.adam,
-                initial=self._starts(jets, settings, path, resume=resume, progress=progress) if is_exact else None,
+                warm_start=None if uses_all else self.adam,
+                initial=self._starts(jets, settings, path, resume=resume, progress=progress) if uses_all else None,
                 burn_in=settings.burn_in,
                 gap=settings.gap,
                 num_draws=settings.num_draws,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Loop", "OneChain"]
 
+_COLUMNS = 78  # of a status below the bar
 _CHECKPOINT_SECONDS = 60.0  # between checkpoints, where draws are far apart
 
 
@@ -236,15 +237,26 @@ class Loop:
             start = max(start or 0, self.chains.adaptation.most_steps)
         return (start or 0) + self.plan.num_draws * self.plan.gap
 
+    def _passes(self) -> float:
+        """Gradients so far, in passes over the data; a step of a burn-in that tunes nothing counts as one."""
+        chains, data = self.chains, self.session.data
+        count = 0.0 if chains.monitor is None else chains.monitor.num_gradients
+        if chains.adaptation is not None:
+            count += chains.adaptation.num_gradients
+        elif self.burned_in_at is not None:
+            count += self.burned_in_at
+        return count if self.session.has_fixed_data else count * (data.batch_size or data.num_data) / data.num_data
+
     def _status(self) -> str:
-        chains = self.chains
+        chains, passes = self.chains, f", {self._passes():,.0f} passes"
         if chains.is_adapting:
             assert chains.adaptation is not None
-            return chains.adaptation.status()
+            status = chains.adaptation.status()
+            return status + passes if len(status) + len(passes) <= _COLUMNS else status
         loss, rate, beta = (float(x.mean()) for x in (chains.info.loss, chains.mean_acceptance_rate, chains.beta_eff))
         hot = f", beta_eff {beta:.2f}" if beta < 0.995 else ""  # (False for NaN: unknown, or irrelevant)
         burn_in = f"burn-in until step {self.burn_in:,}: " if self.burned_in_at is None else ""
-        return f"{burn_in}loss {loss:.3g}, acceptance {rate:.2f}{hot}"
+        return f"{burn_in}loss {loss:.3g}, acceptance {rate:.2f}{hot}{passes}"
 
     # --- the checkpoint -----------------------------------------------------------------------------------------
 
