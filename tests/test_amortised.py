@@ -297,6 +297,7 @@ def test_forces_may_be_rough() -> None:
         assert sampler.chains.here.losses.dtype == torch.float32
         exact = torch.cat([c() for c in closures])
         assert torch.allclose(sampler.chains.here.losses[0], exact, rtol=1e-6)
+        assert sampler.network.layers.reduced == []
         found.append(sampler.info.log_ratio)
         assert sampler.describe().endswith("| exact")
     assert not torch.equal(*found)

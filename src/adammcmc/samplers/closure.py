@@ -164,6 +164,8 @@ class ClosurePotential(NetworkPotential):
 
     def force_of(self, params: Leaves, part: int) -> Leaves:
         self.place(params)
+        if self._forces != "float32" and not self._layers.seen.is_complete:
+            self._losses()  # as in `evaluate`: the layers are seen as they are in energies
         losses, grads = self._differentiate(self._closures[part : part + 1], None)
         share = 1 / self.num_parts
         if self._weights is not None:
