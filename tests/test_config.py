@@ -36,7 +36,8 @@ def test_what_is_left_out_is_as_in_sample() -> None:
     """The defaults of [run] are those of `adammcmc.sample`, and so are its words' names."""
     parameters = inspect.signature(adammcmc.sample).parameters
     options = {option.name: option.default for option in section_options("run")}
-    names = ["path", "num_draws", "gap", "burn_in", "num_chains", "stacked", "batch_size", "seed", "keep", "dtype"]
+    names = ["path", "num_draws", "gap", "burn_in", "num_chains", "stacked", "batch_size", "chunk_size"]
+    names += ["seed", "keep", "dtype"]
     assert sorted(options) == sorted(names)
     for name, default in options.items():
         assert parameters[name].default == default, name

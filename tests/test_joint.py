@@ -252,8 +252,12 @@ class Unflipped(kernels.UnderdampedKernel):
 class NotCarried(kernels.UnderdampedKernel):
     """`underdamped` whose persistent uniform is not carried over by an accepted move."""
 
-    def _raised(self, decides: Tensor, info: Any) -> Tensor:
-        return decides
+    def step(self, state: ChainState, potential: Any, generator: Any) -> Any:
+        new, info = super().step(state, potential, generator)
+        if state.memory is None:
+            return new, info
+        decides = self._moved(state.memory.uniform, generator)
+        return new._replace(memory=new.memory._replace(uniform=decides)), info
 
 
 class Uncorrected(ExactAdamMCMCKernel):
