@@ -33,7 +33,7 @@ import adammcmc
 from adammcmc import BurnIn, Gaussian
 from adammcmc.jets import Jets, ParticleNetLite, bundled, cloud_of, particlenet, read_jets
 from adammcmc.jets.tagger import Tagger, Training
-from adammcmc.samplers import fisher
+from adammcmc.samplers import batch_metric
 from adammcmc.samplers.diagnostics import ess_bulk, rhat
 
 STEPS = (1e-4, 4e-4, 1.6e-3, 6.4e-3)
@@ -57,8 +57,8 @@ def burn_in(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(120, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 2))
     members = adammcmc.train_members(net, (x, y), F.cross_entropy, 1, patience=10, progress=False)
-    for words, least in (("metric of batches", fisher.LARGE), ("metric along the chain", math.inf)):
-        fisher.LARGE = least  # type: ignore[assignment]
+    for words, least in (("metric of batches", batch_metric.LARGE), ("metric along the chain", math.inf)):
+        batch_metric.LARGE = least  # type: ignore[assignment]
         net.load_state_dict(members[0])
         sampler = adammcmc.Underdamped(
             net.parameters(),

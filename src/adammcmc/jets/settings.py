@@ -89,9 +89,9 @@ class Sampling:
 
     Args:
         sampler: "adam-mcmc" is Algorithm 1 of the paper, approximate; "as-released" is the variant in the published code;
-            "underdamped" is exact; "microcanonical" has no test, and moves where exact chains of ParticleNet hardly do. Both
-            tune themselves and use all jets in each step (they ignore `lr`, `sigma` and `batch_size`), and each of their chains
-            starts from a network of its own, trained as the tagger was, from another seed.
+            "underdamped" is exact; "microcanonical" has no test, and moves where exact chains of ParticleNet hardly do. These
+            two tune themselves and use all jets in each step (they ignore `lr`, `sigma` and `batch_size`). Each of their chains
+            starts from its own network, trained like the tagger but from another seed.
         lr: learning rate of the Adam step.
         betas: of its moments, which start from those of the training.
         sigma: standard deviation of the noise on one weight; larger values are rejected more often.

@@ -130,10 +130,10 @@ def amortised_langevin(
         tau = theta and v2 = v at the end;      Y = U(theta) - U(tau) + (v' A^-1 v - v2' A^-1 v2) / 2
         accept: (tau, v2);  reject: (theta, -v)
 
-    g_B is the gradient of U as batch B estimates it, with the prior's part. The order of the batches is random, whatever theta
-    is. Each drift and each kick keeps volume, and the way back meets the same batches in the same order, since the order is a
-    palindrome: flip v2, run the trajectory again, and it ends in (theta, -v). So the test makes it exact, however noisy g_B is:
-    the noise changes Y, hence how often moves are accepted (AMAGOLD, arXiv 2003.00193, is a relative).
+    g_B is the gradient of U as batch B estimates it, with the prior's part. The order of the batches is random and independent
+    of theta. Each drift and each kick preserves volume. The reverse trajectory visits the same batches in the same order, since
+    the order is a palindrome: flip v2, run the trajectory again, and it ends in (theta, -v). So the test makes it exact,
+    however noisy g_B is: the noise changes Y, hence how often moves are accepted (AMAGOLD, arXiv 2003.00193, is a relative).
 
     Target: p ~ exp(-U), **exactly**. Cost: 2 L gradients of a batch, and one forward of all data; two passes and a forward
     where every batch is used. `docs/exact.md` has what it is worth beside `underdamped` with gradients of all data.

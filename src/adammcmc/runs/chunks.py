@@ -1,7 +1,7 @@
 """How many examples are evaluated at a time where a step uses all of them.
 
-What a gradient keeps for its backward pass grows with the number of examples. It is counted for a few of them, by the tensors
-that autograd saves, so that the answer is the same on every machine with as much memory.
+The memory that a backward pass needs grows with the number of examples. It is measured on a few of them, from the tensors
+that autograd saves, so that the result is the same on every machine with the same memory.
 """
 
 from __future__ import annotations

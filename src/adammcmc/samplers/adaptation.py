@@ -31,9 +31,9 @@ from adammcmc.kernels.proposal import Prolate
 from adammcmc.kernels.scaling import Scaling, restored, stored
 from adammcmc.kernels.words import preconditioner_in_words
 from adammcmc.samplers.approach import Approach
+from adammcmc.samplers.batch_metric import BatchMetric
 from adammcmc.samplers.budget import Budget
 from adammcmc.samplers.diagnostics import rhat
-from adammcmc.samplers.fisher import BatchMetric
 from adammcmc.samplers.metric import Kind, MetricSums
 from adammcmc.samplers.persistence import Persistence
 from adammcmc.samplers.warmup import WarmUp
@@ -338,7 +338,7 @@ class Adaptation(_Looks):
         return Change(lengthened, None, metric)
 
     def look(self, network: Any, loss: Any, batch: Any) -> None:
-        """Take the metric of batches if it is wanted next: after the first step, and when a window ends, but the last."""
+        """Update the metric of batches if it is due: after the first step, and at the end of each window but the last."""
         approach = self.approach
         if approach is not None:
             is_due = self._step == 1 or approach.has_new_window or approach.num_left == 1
@@ -520,10 +520,10 @@ def _new_own(of: Adaptation) -> Tensor | None:
 
 
 def _lengthened(of: Adaptation) -> float:
-    """By what the step that was given is multiplied for tuning to begin: a metric of batches gives the approach's a meaning."""
+    """Factor on the given step at the start of tuning. With a metric of batches, tuning starts from the approach's step."""
     assert of.approach is not None
-    knows_unit = of.batches is not None and of.batches.value is not None
-    return of.approach.step_size / of._first_step_size if knows_unit and of._first_step_size is not None else 1.0
+    has_unit = of.batches is not None and of.batches.value is not None
+    return of.approach.step_size / of._first_step_size if has_unit and of._first_step_size is not None else 1.0
 
 
 def _has_rescued(of: Adaptation) -> bool:

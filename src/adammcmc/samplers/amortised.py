@@ -38,9 +38,9 @@ class AmortisedLangevin(Underdamped):
         friction: how fast the velocity is forgotten; None is 0.4 in units of A^1/2.
         num_data: the number of training examples n.
         prior: required, and proper.
-        num_batches: L, how many batches a trajectory takes, forth and back, out of all: a random choice, new at each step. None
-            is all of them.
-        forces: the arithmetic of the batches' gradients, as for `Underdamped`; the losses that decide are computed as ever.
+        num_batches: L, the number of batches that a trajectory visits, there and back: a new random subset at each step. None
+            uses all of them.
+        forces: the arithmetic of the batches' gradients, as for `Underdamped`; the losses in the test are computed as usual.
         persistent_uniform: as for `Underdamped`.
         preconditioner: A, as for `Underdamped`.
         **common: see `Sampler`; there is no `acceptance`, and there are no `fixed_data` and no `examples`.

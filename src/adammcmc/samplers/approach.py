@@ -6,8 +6,8 @@ The dynamics has constant speed (`kernels.approach`). The energy error of a step
 
 so that Y^2, which grows as h^6, is about v d. (Many tiny errors must not outweigh a large one: hence the clip.) v is 0.5
 until U is level, then falls to 0.1 over a last stretch, which leaves less of the bias of long steps. Windows grow by half
-until the median over the chains of what U changes between two of them is small against its natural spread, sqrt(d / 2),
-and no chain that is far above the others still falls.
+until the change of U from one to the next (the median over the chains) is small compared with the natural spread of U,
+sqrt(d / 2), and no chain far above the others is still falling.
 """
 
 from __future__ import annotations

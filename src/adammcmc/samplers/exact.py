@@ -185,11 +185,12 @@ class Underdamped(_Preconditioned):
         prior: required, and proper.
         num_leapfrog: gradients between two refreshes and tests; with friction=math.inf that is HMC.
         num_chances: how many moves in a row may be tried before the velocity is flipped (`adammcmc.kernels.underdamped`): more
-            gradients for a step, and more effective draws for a gradient. None is 8 on the CPU with `fixed_data=True`, and 1
-            elsewhere: a CUDA graph has the same steps for every move. (1 also for stacked chains of a network with buffers,
-            where all would be evaluated again for the one that tries longest.)
+            gradients per step, but more effective draws per gradient. None is 8 on the CPU with `fixed_data=True`, and 1
+            elsewhere, because the number of moves cannot vary in a CUDA graph. (It is also 1 for stacked chains of a network
+            with buffers, where all chains would be evaluated until the last of them is done.)
         forces: the arithmetic of gradients, "tf32" or "bfloat16"; None is that of the model. The chain stays exact, because the
-            losses that decide are computed as ever, in one more forward for each test (so take some `num_leapfrog`).
+            losses in the test are computed as usual, in one extra forward per test (so use several leapfrog steps per test,
+            `num_leapfrog`).
         persistent_uniform: shift the uniform number of the test instead of drawing a new one (Neal 2020): fewer reversals. None
             does so where the test allows it.
         preconditioner: A. None or "diagonal" learns a diagonal in burn-in; "kron" also turns each weight matrix into the basis

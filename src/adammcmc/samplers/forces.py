@@ -1,7 +1,7 @@
 """The arithmetic of gradients, where it may be faster than that of the losses.
 
 A leapfrog step with any function f of the position in the place of the gradient is reversible and keeps volume. If the energies
-of the test are those of the target, the chain is exact: f decides how far it moves, not where it ends up. So gradients may be
+of the test are those of the target, the chain is exact: f affects its efficiency, not what it samples. So gradients may be
 computed in bfloat16 while the losses that decide are computed in float32. f must be a function, though: the same weights must
 give the same numbers.
 """

@@ -4,6 +4,8 @@ r"""Learning the metric A of a kernel with a velocity, from the gradients and po
     dense       A = the matrix with A (Cov g) A = Cov x: the geometric mean of Cov x and (Cov g)^-1
     kron        L, R: eigenvectors of E[G G'] and E[G' G] of each weight matrix G = dU/dW;  D^2 = 1 / (E (L'GR)^2 + q)
 
+From 10,000 weights on, a diagonal is learnt from the gradients of batches instead (`samplers.batch_metric`).
+
 g = grad U. Covariances are those within a chain: where U is quadratic, g = H x and A = H^-1 wherever the chains are and however
 little they have mixed. Few steps must not mislead: a dense A is learnt in the units of the last one, so that each window
 corrects what the shrinkage of the one before has left; and E g^2 is shrunk towards its geometric mean m,

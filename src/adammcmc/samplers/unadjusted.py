@@ -2,8 +2,8 @@
 
 The approach (`samplers.approach`) gives each chain a step at which Y^2, Y the energy error of a move, has a geometric mean of
 about v d, for d weights; v falls from 0.5 to 0.1 once U is level, or in the second half of the steps. There is no second part:
-the chains go on with these steps, in the metric of the approach, and the root mean square of Y is reported. It is not small: a
-test would refuse nearly every second move, those that raise the energy.
+the chains keep these steps and the metric of the approach, and the root mean square of Y is reported. It is not small: a
+test would reject nearly every second move, those that raise the energy.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adammcmc import BurnIn, Gaussian, Underdamped, sample
-from adammcmc.samplers import fisher
-from adammcmc.samplers.fisher import fisher_metric
+from adammcmc.samplers import batch_metric
+from adammcmc.samplers.batch_metric import fisher_metric
 from adammcmc.target.batches import Parts
 
 N, SD = 64 * 40, 3.0
@@ -102,7 +102,7 @@ def test_burn_in_of_a_large_network_uses_it(stacked: bool, monkeypatch: pytest.M
         calls.append(1)
         return found
 
-    monkeypatch.setattr(fisher, "fisher_metric", counted)
+    monkeypatch.setattr(batch_metric, "fisher_metric", counted)
     options: dict[str, Any] = {
         "burn_in": BurnIn(num_steps=700),
         "num_draws": 2,
@@ -114,7 +114,7 @@ def test_burn_in_of_a_large_network_uses_it(stacked: bool, monkeypatch: pytest.M
     model, data = classify()
     sample(model, data, F.cross_entropy, **options)
     assert not calls
-    monkeypatch.setattr(fisher, "LARGE", 100)
+    monkeypatch.setattr(batch_metric, "LARGE", 100)
     posterior = sample(model, data, F.cross_entropy, **options)
     assert len(calls) >= 5
     for record in posterior.warm_up:
@@ -124,7 +124,7 @@ def test_burn_in_of_a_large_network_uses_it(stacked: bool, monkeypatch: pytest.M
 
 @pytest.mark.filterwarnings("ignore:burn-in")
 def test_a_run_that_is_killed_in_burn_in_continues_bit_for_bit(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fisher, "LARGE", 100)
+    monkeypatch.setattr(batch_metric, "LARGE", 100)
     options: dict[str, Any] = {"burn_in": BurnIn(num_steps=300), "num_draws": 3, "gap": 2, "progress": False}
     model, data = classify()
     whole = sample(model, data, F.cross_entropy, **options)

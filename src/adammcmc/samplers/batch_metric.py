@@ -4,9 +4,9 @@ r"""The curvature of the data where chains stand, from the gradients of batches:
 
 over 64 batches B of b examples, one pass over the data; q: the precision of the prior. F is the diagonal of the empirical
 Fisher information, lambda sum_i (grad l_i)^2, but for the square of the mean gradient. The gradient of all data along a
-chain (`samplers.metric`) has the same second moment once the chain is at rest. Before that it measures how far away the
-chain is, in a few stiff directions that have a part in every weight: all steps become too short, and the weights that the
-data do not determine take thousands of steps to spread.
+chain (`samplers.metric`) has the same second moment once the chain is at rest. Before that it reflects how far away
+the chain is, along a few stiff directions to which every weight contributes. All steps then become too short, and weights that
+the data do not determine take thousands of steps to spread.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class BatchMetric:
         return cls(precision)
 
     def update(self, network: Any, loss: Any, batch: Batch) -> float:
-        """Take it at the chains' present weights. Returns by how much the logarithm of its unit, A^1/2, has shrunk.
+        """Update it at the chains' present weights. Returns the decrease of the logarithm of its unit, A^1/2.
 
-        One place is not all of the target: it is the geometric mean with those before, whose weights halve each time. What it
-        replaces at first is the metric of the prior.
+        One position does not represent the whole target: the metric is a geometric mean over positions, in which the weights
+        of the earlier ones halve at each update. The first update replaces the metric of the prior.
         """
         found = fisher_metric(network, loss, batch, self._precision) if self.is_possible else None
         if found is None:
