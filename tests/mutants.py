@@ -1015,6 +1015,48 @@ MUTANTS = [
         "derive_seed(plan.seed, -1)) if False else None",
         "tests/test_amortised.py",
     ),
+    Mutant(
+        "energies are rounded as forces are",
+        "samplers/closure.py",
+        'if self._forces != "float32" and not self.is_rough:',
+        "if False:",
+        "tests/test_chunks.py",
+    ),
+    Mutant(
+        "the last part of the data counts as much as the others",
+        "target/batches.py",
+        "return [len(rows) * number / sum(rows) for number in rows]",
+        "return [1.0 for _ in rows]",
+        "tests/test_chunks.py",
+    ),
+    Mutant(
+        "the metric of batches forgets the temperature",
+        "samplers/batch_metric.py",
+        "        unit = unit / torch.as_tensor(whole.inverse_temperature, dtype=torch.float64, device=total.device)\n",
+        "",
+        "tests/test_batch_metric.py",
+    ),
+    Mutant(
+        "the metric of batches is that of a batch",
+        "samplers/batch_metric.py",
+        "device=total.device).square() / count",
+        "device=total.device).square()",
+        "tests/test_batch_metric.py",
+    ),
+    Mutant(
+        "a resumed burn-in has lost its metric of batches",
+        "samplers/adaptation.py",
+        '    own["batches"] = None if of.batches is None else of.batches.state_dict()',
+        '    own["batches"] = None',
+        "tests/test_batch_metric.py",
+    ),
+    Mutant(
+        "a network restated with other statistics is another function",
+        "jets/particlenet.py",
+        "weight * (mean - old_mean) * (old_var + bn.eps).rsqrt()",
+        "weight * (old_mean - mean) * (old_var + bn.eps).rsqrt()",
+        "tests/jets/test_tagger.py",
+    ),
 ]
 
 

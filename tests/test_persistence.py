@@ -11,7 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from adammcmc import BurnIn, kernels, sample_density, warm_up
-from adammcmc.samplers.adaptation import Adaptation
+from adammcmc.samplers.adaptation import Adaptation, _new_own
 from adammcmc.samplers.persistence import Persistence
 
 CHAINS = 18
@@ -105,11 +105,11 @@ def test_jitter_is_uniform_and_its_own_at_each_step_and_chain() -> None:
 def test_steps_of_frozen_chains_are_shortened_fast_and_grow_again() -> None:
     tune = Adaptation(BurnIn(), target=0.8, num_params=2, velocity=True)
     tune._rates = torch.tensor([0.0, 0.1, 0.4, 0.8], dtype=torch.float64)
-    assert tune._new_own().tolist() == [0.125, 0.5, 1.0, 1.0]
+    assert _new_own(tune).tolist() == [0.125, 0.5, 1.0, 1.0]
     tune._rates = torch.tensor([0.95, 0.8, 0.4, 0.8], dtype=torch.float64)
-    assert tune._new_own().tolist() == [4.0, 2.0, 1.0, 1.0]
+    assert _new_own(tune).tolist() == [4.0, 2.0, 1.0, 1.0]
     tune._rates = torch.tensor([0.95, 0.8, 0.8, 0.8], dtype=torch.float64)
-    assert tune._new_own().tolist() == [2.0, 1.0, 1.0, 1.0]  # never longer than those of the others
+    assert _new_own(tune).tolist() == [2.0, 1.0, 1.0, 1.0]  # never longer than those of the others
 
 
 @pytest.mark.parametrize("num_chains", [2, 6])
