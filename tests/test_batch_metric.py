@@ -122,6 +122,27 @@ def test_burn_in_of_a_large_network_uses_it(stacked: bool, monkeypatch: pytest.M
         assert 0.6 < record.acceptance < 0.98
 
 
+class Stairs(nn.Module):
+    """Rounds to one of so many steps of a unit, and passes the gradient on as if it did not."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + ((x * self.steps).round() / self.steps - x).detach() if self.steps else x
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_steps_that_jumps_of_u_make_short_are_reported(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_metric, "LARGE", 100)
+    monkeypatch.setattr("adammcmc.samplers.adaptation.warn", lambda message: None)
+    model, data = classify()
+    model = nn.Sequential(*model[:2], Stairs(steps), model[2])
+    posterior = sample(model, data, F.cross_entropy, burn_in=BurnIn(num_steps=700), num_draws=1, gap=1, progress=False)
+    assert ("times shorter than they were without it" in posterior.warm_up[0].reason) == (steps > 0)
+
+
 @pytest.mark.filterwarnings("ignore:burn-in")
 def test_a_run_that_is_killed_in_burn_in_continues_bit_for_bit(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_metric, "LARGE", 100)

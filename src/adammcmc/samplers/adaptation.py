@@ -50,6 +50,8 @@ _WATCHED = 32  # coordinates
 _LAST_WINDOW = 600  # steps of the last window, over all chains
 _RESCUE, _MOST_RESCUES = 50, 6  # steps and number of the windows that follow while chains are frozen
 _AGREEING = 1.02  # R-hat
+_ROUGH = 2.0  # by how much more than usual a test may shorten the steps of the approach
+_USUAL_ERROR = 0.4  # of a step that is accepted at 0.85
 _SMALL_ERRORS = 0.005, 0.002  # of a step in the approach with this metric, which needs no longer ones (`samplers.approach`)
 _NOT_SAVED = ("settings", "approach", "batches", "budget", "_persistence", "_precision", "_shapes", "_sums", "_metric_in_use")
 # by what the steps of a single chain change, if its acceptance relative to the target is above the first number
@@ -522,8 +524,17 @@ def _new_own(of: Adaptation) -> Tensor | None:
 def _lengthened(of: Adaptation) -> float:
     """Factor on the given step at the start of tuning. With a metric of batches, tuning starts from the approach's step."""
     assert of.approach is not None
-    has_unit = of.batches is not None and of.batches.value is not None
-    return of.approach.step_size / of._first_step_size if has_unit and of._first_step_size is not None else 1.0
+    return of.approach.step_size / of._first_step_size if _continues_approach(of) and of._first_step_size else 1.0
+
+
+def _continues_approach(of: Adaptation) -> bool:
+    """Whether tuning begins, or began, at the steps of the approach."""
+    return of.batches is not None and of.batches.value is not None and of._first_step_size is not None
+
+
+def _usual_shortening(natural: float) -> float:
+    """By what a test shortens the approach's last steps where U is smooth, so that errors grow as the cube of the step."""
+    return math.cbrt(math.sqrt(2 * _SMALL_ERRORS[1]) * natural / _USUAL_ERROR)
 
 
 def _has_rescued(of: Adaptation) -> bool:
@@ -557,6 +568,16 @@ def _complaint(of: Adaptation) -> str | None:
             f"the density is higher (train a network first), or raise {limit}"
         )
     reached = of.reached or 0.0
+    if of.is_done and of._num_approach and _continues_approach(of):
+        factor, usual = math.exp(-_late_mean(of._log_scales)), _usual_shortening(of._natural)
+    else:
+        factor, usual = 1.0, 1.0
+    if factor > _ROUGH * usual:
+        return (
+            f"the test makes the steps {factor:.0f} times shorter than they were without it: U is rough (does it jump, where "
+            "neighbours are chosen or numbers sorted?), and an exact chain hardly moves. Compare `Microcanonical` without a "
+            "test (docs/large.md)"
+        )
     if reached < of.target - 0.15:
         advice = "The step itself may be the cause of rejections: lower lr, or allow more steps"
     elif reached > of.target + 0.6 * (1 - of.target):
