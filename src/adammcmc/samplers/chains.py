@@ -37,7 +37,7 @@ from adammcmc.samplers.running_sums import Row, RunningSums
 from adammcmc.target.control import Control
 from adammcmc.target.data import Examples
 from adammcmc.target.leaves import Leaves, Setting, by_chain, flatten
-from adammcmc.target.potential import Evaluation, Target
+from adammcmc.target.potential import Evaluation, Potential, Target
 from adammcmc.target.priors import Prior
 from adammcmc.target.resolution import Resolution, measure
 
@@ -49,7 +49,7 @@ _RECHECKS = [10**k for k in range(9)]
 _LOOKS = [1024 * 8**k for k in range(8)]  # steps since burn-in at which the acceptance is compared with its target
 
 
-class NetworkPotential(ABC):
+class NetworkPotential(Potential, ABC):
     """What the targets of one step, on one batch, have in common (`target.Potential`).
 
     Args:
@@ -60,6 +60,10 @@ class NetworkPotential(ABC):
         examples: the data as per-example losses.
     """
 
+    scale: Setting = 1.0
+    inverse_temperature: Setting = 1.0
+    num_examples: int | None = None
+    control: Control | None = None
     can_narrow = False
     can_be_rough = False
     """Whether losses are cheaper where they may be rough."""
@@ -69,7 +73,6 @@ class NetworkPotential(ABC):
     ) -> None:
         self.scale, self.inverse_temperature, self.fixed = scale, inverse_temperature, fixed
         self.is_bounded = prior is not None and prior.is_bounded
-        self.control: Control | None = None
         self.num_examples = None if examples is None else len(examples)
         self.is_rough = False
         """Whether nothing depends on energies to a nat, so that losses may come out as gradients are computed (`forces`)."""
@@ -84,32 +87,9 @@ class NetworkPotential(ABC):
     def evaluate(self, params: Leaves, *, with_grad: bool) -> Evaluation:
         """See `Potential`."""
 
-    def force(self, params: Leaves) -> Leaves:
-        """See `Potential`."""
-        grad = self.evaluate(params, with_grad=True).grad
-        assert grad is not None
-        return grad
-
-    @property
-    def num_parts(self) -> int:
-        """See `Potential`."""
-        return 1
-
-    def force_of(self, params: Leaves, part: int) -> Leaves:
-        """See `Potential`."""
-        return self.force(params)
-
-    def evaluate_some(self, params: Leaves, chains: Tensor) -> Evaluation:
-        """See `Potential`."""
-        return self.evaluate(params, with_grad=True)
-
     def check_same(self, known: Evaluation) -> None:
         """Raise if this step's loss is not that of the last step, `known`, at the same weights."""
         return
-
-    def prior_part(self, params: Leaves) -> Leaves | None:
-        """The prior's part of the gradient of V; None where there is none."""
-        return None
 
 
 class Network(ABC):

@@ -14,7 +14,7 @@ from adammcmc.errors import PerExampleLossRequired
 from adammcmc.target.control import Control, ControlVariate, Taylor
 from adammcmc.target.keyed_random import keys, order
 from adammcmc.target.leaves import Leaves, flatten, unflatten
-from adammcmc.target.potential import Evaluation, potential_difference
+from adammcmc.target.potential import Evaluation, Potential
 from adammcmc.target.priors import Prior
 from adammcmc.target.randomness import Randomness
 from adammcmc.target.sums import sums
@@ -25,7 +25,7 @@ _CHECKS = 4  # points at which the independence of the examples is checked: at t
 _FEW = 16  # examples in such a check
 
 
-class DataDensity:
+class DataDensity(Potential):
     r"""exp(-U) with U(theta) = lambda * sum_i l_i(theta) - log prior(theta), for `sample_density`, many chains at once.
 
     With `batch_size`, each chain takes its gradients on a batch of its own, a new one at each step and the same at both
@@ -55,6 +55,11 @@ class DataDensity:
         (torch.Size([20, 10, 3]), torch.Size([20, 10]))
     """
 
+    scale = 1.0
+    inverse_temperature = 1.0
+    num_examples = 1
+    num_parts = 1
+    control: Control | None = None
     can_narrow = True
 
     def __init__(
@@ -138,12 +143,6 @@ class DataDensity:
             grad = torch.autograd.grad(total, leaves, materialize_grads=True)
         return Evaluation(losses.detach(), log_prior.detach(), grad)
 
-    def force(self, params: Leaves) -> Leaves:
-        """See `Potential`."""
-        grad = self.evaluate(params, with_grad=True).grad
-        assert grad is not None
-        return grad
-
     def force_of(self, params: Leaves, part: int) -> Leaves:
         """See `Potential`."""
         n, count = self.num_examples, self.num_parts
@@ -151,10 +150,6 @@ class DataDensity:
         grad = self._evaluate(params, slice(part, None, count), with_grad=True, weight=weight).grad
         assert grad is not None
         return grad
-
-    def evaluate_some(self, params: Leaves, chains: Tensor) -> Evaluation:
-        """See `Potential`."""
-        return self.evaluate(params, with_grad=True)
 
     def evaluate_weighted(self, params: Leaves, weights: Tensor) -> Evaluation:
         rows = (weights != 0).any(0).nonzero().flatten()  # for any chain
@@ -166,9 +161,6 @@ class DataDensity:
             log_prior = self._log_prior(leaves)
             grad = torch.autograd.grad((total - log_prior / self.scale).sum(), leaves, materialize_grads=True)
         return Evaluation(total.detach(), log_prior.detach(), grad)
-
-    def compare(self, current: Evaluation, proposed: Evaluation) -> Tensor:
-        return potential_difference(self.scale, current, proposed)
 
     def log_prior(self, params: Leaves) -> Tensor:
         return self._log_prior(params).detach()
