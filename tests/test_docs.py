@@ -88,6 +88,13 @@ def test_the_page_on_posteriors(names: dict[str, Any]) -> None:
     assert (names["band"].quantile(0.05) <= names["band"].mean).float().mean() > 0.9
 
 
+@pytest.mark.filterwarnings("ignore:burn-in")
+def test_the_page_on_large_networks(names: dict[str, Any]) -> None:
+    (reduced,) = blocks("docs/large.md")
+    run(reduced, names)
+    assert names["posterior"].target.endswith("| exact")
+
+
 def test_the_page_on_many_chains(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     for code in blocks("docs/many.md"):
         run(code, names)
