@@ -1,11 +1,15 @@
 """Burn-in of large networks, the jumps of ParticleNet's U, and the posterior of a tagger.
 
     python -m benchmarks.large burn-in                     a minute or two on one core
+    python -m benchmarks.large chains                      ten minutes on one core
     python -m benchmarks.large jumps                       a minute on one core
     python -m benchmarks.large tagger jets.npz [--sampler microcanonical]     on a GPU
 
 `burn-in`: a network of 23,874 weights on the particles of 5,000 bundled jets. U in the windows of burn-in, with the metric of
 batches and with the one that is learnt along the chain.
+
+`chains`: four chains from four trained networks of this kind, exact ones and ones without a test, and their predictions of the
+7,000 other bundled jets.
 
 `jumps`: ParticleNet-Lite on 600 bundled jets in float64. Along a line, the change of U is compared with the integral of its
 gradient by the trapezoid rule, once with the neighbours of the second block as they are (they follow from the features, hence
@@ -22,6 +26,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +55,16 @@ def particles(jets: Jets, number: int = 40) -> Tensor:
     return (x - x.mean(0)) / (x.std(0) + 1e-6)
 
 
+def network() -> nn.Sequential:
+    """120-128-64-2, 23,874 weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(120, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 2))
+
+
 def burn_in(arguments: argparse.Namespace) -> None:
     """U by window, and the settings that were found."""
     jets = read_jets(bundled("jets"), max_jets=5000)
-    x, y = particles(jets), jets.kind
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(120, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 2))
+    x, y, net = particles(jets), jets.kind, network()
     members = adammcmc.train_members(net, (x, y), F.cross_entropy, 1, patience=10, progress=False)
     for words, least in (("metric of batches", batch_metric.LARGE), ("metric along the chain", math.inf)):
         batch_metric.LARGE = least  # type: ignore[assignment]
@@ -77,6 +86,46 @@ def burn_in(arguments: argparse.Namespace) -> None:
         print(f"{words}: {sampler.warm_up.num_steps} steps, {sampler.warm_up.num_approach} of them without a test")
         print(f"  U, means over 100 of every 250 steps: {' '.join(f'{level:.0f}' for level in every)}")
         print(f"  step size {sampler.warm_up.step_size:.3g}, {sampler.warm_up.scaling}, {sampler.warm_up.reason}", flush=True)
+
+
+def chains(arguments: argparse.Namespace) -> None:
+    """A table: exact chains, chains without a test, and the networks that they start from."""
+    jets = read_jets(bundled("jets"))
+    x, y, net = particles(jets), jets.kind, network()
+    train, test = (x[:5000], y[:5000]), (x[5000:], y[5000:])
+    members = adammcmc.train_members(net, train, F.cross_entropy, arguments.chains, patience=10, progress=False)
+    print(f"{arguments.chains} trained networks together: {_scores(members.predict(test, progress=False).mean[:, 1], test[1])}")
+    samplers = {
+        "exact": adammcmc.Underdamped,
+        "without a test": partial(adammcmc.Microcanonical, acceptance=adammcmc.AlwaysAccept()),
+    }
+    for name, sampler in samplers.items():
+        began = time.process_time()
+        posterior = adammcmc.sample(
+            net,
+            train,
+            F.cross_entropy,
+            sampler=sampler,
+            prior=Gaussian.fan_in(net, 2.0),
+            num_draws=arguments.draws,
+            gap=20,
+            burn_in=BurnIn(max_steps=3000),
+            num_chains=arguments.chains,
+            initial=members,
+            stacked=False,
+            seed=arguments.seed,
+        )
+        seconds = time.process_time() - began
+        prediction = posterior.predict(test, raw=True, progress=False)
+        assert prediction.raw is not None
+        values = prediction.raw[..., 1].double().view(arguments.chains, arguments.draws, -1)
+        loss = sum(row["loss"] for row in posterior.index) / len(posterior.index)
+        gradients = [row["health"]["num_gradients"] for row in posterior.index if row["draw"] == arguments.draws - 1]
+        used = sum(gradients) + sum(record.num_gradients or 0 for record in posterior.warm_up)
+        print(f"{name}: {_scores(prediction.mean[:, 1], test[1])}, spread {float(values.flatten(0, 1).std(0).mean()):.4f}")
+        print(f"  mean training loss {loss:.4f}, {used / arguments.chains:,.0f} gradients a chain, {seconds:.0f} s of CPU time")
+        _print_convergence(values)
+        print(posterior, flush=True)
 
 
 # --- jumps of ParticleNet's U -------------------------------------------------------------------------------------------------
@@ -174,12 +223,16 @@ def tagger(arguments: argparse.Namespace) -> None:
     draws = [tagger.predict(posterior.chain(i), test, progress=False).mean[:, 1] for i in range(arguments.chains)]
     print("chains: " + "; ".join(_scores(one, test.kind) for one in draws))
     values = torch.stack([_predicted(tagger, posterior.chain(i), test) for i in range(arguments.chains)])
+    _print_convergence(values)
+
+
+def _print_convergence(values: Tensor) -> None:
+    """Of predictions (chains, draws, jets)."""
     convergence, effective = rhat(values).nan_to_num(nan=math.inf), ess_bulk(values).nan_to_num(nan=0.0)
     shares = torch.tensor([0.5, 0.95, 1.0], dtype=torch.float64)
-    print(f"R-hat of predictions, median, 95% and largest: {[round(x, 3) for x in convergence.quantile(shares).tolist()]}")
-    print(
-        f"effective draws, median and 5%: {[round(x) for x in effective.quantile(torch.tensor([0.5, 0.05]).double()).tolist()]}"
-    )
+    print(f"  R-hat of predictions, median, 95% and largest: {[round(x, 3) for x in convergence.quantile(shares).tolist()]}")
+    few = effective.quantile(torch.tensor([0.5, 0.05], dtype=torch.float64)).tolist()
+    print(f"  effective draws of predictions, median and 5%: {[round(x) for x in few]}")
 
 
 def _predicted(tagger: Tagger, chain: Any, jets: Jets) -> Tensor:
@@ -195,9 +248,9 @@ def _scores(p: Tensor, kind: Tensor) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """One of the three."""
+    """One of the four."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["burn-in", "jumps", "tagger"])
+    parser.add_argument("what", choices=["burn-in", "chains", "jumps", "tagger"])
     parser.add_argument("jets", nargs="?", type=Path, help="26,000 shuffled top and QCD jets, for `tagger`")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sampler", choices=["underdamped", "microcanonical"], default="microcanonical")
@@ -211,7 +264,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.what == "tagger" and arguments.jets is None:
         parser.error("`tagger` needs a file of jets")
     torch.set_num_threads(1)
-    {"burn-in": burn_in, "jumps": jumps, "tagger": tagger}[arguments.what](arguments)
+    {"burn-in": burn_in, "chains": chains, "jumps": jumps, "tagger": tagger}[arguments.what](arguments)
 
 
 if __name__ == "__main__":
