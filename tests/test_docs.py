@@ -41,7 +41,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         optimizer.step()
 
     def sample(*args: Any, **options: Any) -> adammcmc.Posterior:
-        return adammcmc.sample(*args, **{**options, "gap": 2, "num_draws": 10, "burn_in": 300})
+        return adammcmc.sample(*args, **{**options, "gap": 2, "num_draws": 10, "burn_in": 150})
 
     fast = SimpleNamespace(**{name: getattr(adammcmc, name) for name in adammcmc.__all__} | {"sample": sample})
     return {
@@ -59,7 +59,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def run(code: str, names: dict[str, Any]) -> None:
     own = {"adammcmc": names["adammcmc"]}
-    exec(re.sub(r"^import .*adammcmc$", "import torch.nn.functional as F", code, flags=re.MULTILINE), names)
+    exec(re.sub(r"^import .*adammcmc.*$", "import torch.nn.functional as F", code, flags=re.MULTILINE), names)
     names |= own
 
 

@@ -199,6 +199,7 @@ def test_a_loss_that_changes_during_the_run_is_not_fixed(stacked: bool) -> None:
     assert all("not fixed" not in kinds(health) for health in fixed.health())
 
 
+@pytest.mark.slow  # that of densities, in test_draws.py, is not
 def test_chains_that_start_close_together_prove_little() -> None:
     """At almost the same weights, not at the same."""
     torch.manual_seed(0)

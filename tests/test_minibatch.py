@@ -232,7 +232,7 @@ def test_likely_mistakes_are_named() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:burn-in ended")  # far too early, for so few steps
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stacked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_in_one_call(stacked: bool) -> None:
     problem = Regression()
     x, y = problem.x.float(), (problem.y > 0).long()
