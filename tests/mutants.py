@@ -675,7 +675,7 @@ MUTANTS = [
     Mutant(
         "a temperature is taken from gradients in reduced precision",
         "samplers/chains.py",
-        "of.network.names if layers.reduced else of.network.scaled_away()",
+        "of.network.names if layers.reduced or of.network.has_rough_forces else of.network.scaled_away()",
         "of.network.scaled_away()",
         "tests/test_health_verdicts.py",
     ),
@@ -1042,6 +1042,34 @@ MUTANTS = [
         "device=total.device).square() / count",
         "device=total.device).square()",
         "tests/test_batch_metric.py",
+    ),
+    Mutant(
+        "a temperature is taken from rough forces",
+        "samplers/chains.py",
+        "layers.reduced or of.network.has_rough_forces else",
+        "layers.reduced else",
+        "tests/test_chunks.py",
+    ),
+    Mutant(
+        "the batches of the metric follow the order of the data",
+        "samplers/batch_metric.py",
+        "_STRETCHES = 16",
+        "_STRETCHES = 1",
+        "tests/test_batch_metric.py",
+    ),
+    Mutant(
+        "a loss that depends on its whole batch is divided",
+        "runs/chunks.py",
+        "return whole != again or abs(whole - halves) <= _TOLERANCE * max(abs(whole), abs(halves))",
+        "return True",
+        "tests/test_chunks.py",
+    ),
+    Mutant(
+        "a run on all data at once is resumed in parts",
+        "runs/session.py",
+        '.get("chunk_size", data.num_data)',
+        '.get("chunk_size")',
+        "tests/test_chunks.py",
     ),
     Mutant(
         "a resumed burn-in has lost its metric of batches",

@@ -71,10 +71,18 @@ def test_it_leaves_weights_and_random_numbers_alone(data: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_parts_are_divided_as_the_whole(data: Any) -> None:
+def test_parts_have_the_metric_of_the_whole(data: Any) -> None:
     x, y = data
     (whole,), (parts,) = metric(linear(), data), metric(linear(), Parts([(x[:1600], y[:1600]), (x[1600:], y[1600:])]))
-    torch.testing.assert_close(whole, parts)  # 40 and 24 batches of 40
+    torch.testing.assert_close((whole / parts).log(), torch.zeros(3).double(), atol=5 * 0.18, rtol=0)  # other batches
+
+
+def test_sorted_data_have_the_metric_of_shuffled_data(data: Any) -> None:
+    """Far from the truth, residuals depend on x: batches of consecutive rows would differ by their places in the order."""
+    x, y = data
+    order = x[:, 2].argsort()
+    (shuffled,), (ordered,) = metric(linear(0.0), data), metric(linear(0.0), (x[order], y[order]))
+    torch.testing.assert_close((shuffled / ordered).log(), torch.zeros(3).double(), atol=1.5, rtol=0)
 
 
 @pytest.mark.parametrize("batch", [None, 0], ids=["no batch", "few examples"])

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adammcmc import MALA, BurnIn, FullData, Gaussian, Posterior, Underdamped, sample
+from adammcmc.runs import chunks
 from adammcmc.runs.chunks import in_parts, rows_at_once
 from adammcmc.samplers.forces import arithmetic, checked_forces
 from adammcmc.target.batches import Parts
@@ -89,6 +90,26 @@ def test_a_run_in_parts_is_resumed_in_parts(data: Any, tmp_path: Path) -> None:
     assert same(whole, run(data, num_draws=5, path=tmp_path, resume=True), 0.0)  # `chunk_size` is that of the folder
 
 
+def test_a_run_on_all_data_at_once_is_resumed_so_where_memory_is_short(
+    data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(data)
+    run(data, num_draws=2, path=tmp_path)
+    monkeypatch.setattr("adammcmc.runs.session.rows_at_once", lambda *_: 30)
+    assert same(whole, run(data, num_draws=5, path=tmp_path, resume=True), 0.0)
+    with pytest.raises(ValueError, match="chunk_size"):  # nor is it changed by hand
+        run(data, num_draws=6, path=tmp_path, resume=True, chunk_size=30)
+
+
+def test_a_loss_that_is_no_mean_over_examples_is_not_divided(data: Any) -> None:
+    def by_scale(y: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(y / y.std(), target) * (1 + y.detach().var(0).mean())
+
+    assert run(data, loss=by_scale).target.endswith("| exact")
+    with pytest.raises(ValueError, match="mean of those of its halves"):
+        run(data, loss=lambda y, t: by_scale(y, t) + len(t) / N, chunk_size=40)
+
+
 def test_chunk_size_is_for_steps_that_use_all_data(data: Any) -> None:
     with pytest.raises(ValueError, match="chunk_size"):
         run(data, chunk_size=20, batch_size=30, sampler=partial(Underdamped, acceptance=FullData()))
@@ -116,6 +137,14 @@ def test_rows_at_a_time_follow_from_what_autograd_keeps(monkeypatch: pytest.Monk
     model.append(nn.BatchNorm1d(2))
     assert rows_at_once(model, loss, everything, CPU, 1) is None  # batch statistics cannot be divided
     assert rows_at_once(model.eval(), loss, everything, CPU, 1) is not None
+
+
+def test_rows_at_a_time_fit_into_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container has less than its machine."""
+    monkeypatch.setattr("adammcmc.runs.chunks.free_memory", lambda: 1000)
+    assert chunks._memory(CPU) == 2000
+    monkeypatch.setattr("adammcmc.runs.chunks.free_memory", lambda: None)
+    assert chunks._memory(CPU) > 10**8
 
 
 def test_counting_leaves_buffers_and_random_numbers_alone() -> None:
@@ -178,6 +207,12 @@ def test_energies_stay_in_full_precision(data: Any, num_leapfrog: int) -> None:
     assert plain[5] == pytest.approx(reduced[5], rel=1e-2)
     assert rough.describe() == exact.describe()
     assert rough.describe().endswith("| exact")
+
+
+def test_no_temperature_is_read_from_rough_gradients(data: Any) -> None:
+    (rough, _), (plain, _) = single(data, "bfloat16", 1), single(data, None, 1)
+    assert rough.chains.health_state()["context"]["left_out"] == rough.network.names
+    assert not plain.chains.health_state()["context"]["left_out"]
 
 
 def test_a_trajectory_in_reduced_precision_walks_back(data: Any) -> None:

@@ -1,7 +1,7 @@
 """How many examples are evaluated at a time where a step uses all of them.
 
 The memory that a backward pass needs grows with the number of examples. It is measured on a few of them, from the tensors
-that autograd saves, so that the result is the same on every machine with the same memory.
+that autograd saves, so that the result is the same on machines with the same memory, most of it free.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from adammcmc.posterior.store.archives import free_memory
 from adammcmc.samplers.modules import is_batch_norm
-from adammcmc.target.batches import Batch, Parts, to_device
+from adammcmc.target.batches import Batch, Parts, part_of, to_device
 from adammcmc.target.data import Data
 from adammcmc.target.likelihood import Loss
 
-__all__ = ["in_parts", "rows_at_once"]
+__all__ = ["in_parts", "is_mean", "rows_at_once"]
 
 _FEW = 256  # examples that are tried
 _MOST = 8 << 30  # bytes; more at a time is not faster
 _SHARE = 0.2  # of the memory
+_TOLERANCE = 0.01  # of the mean loss, by which losses in reduced precision may differ
 
 
 def rows_at_once(model: nn.Module, loss: Loss, data: Data, device: torch.device, num_chains: int) -> int | None:
@@ -58,11 +60,34 @@ def in_parts(data: Data, size: int, device: torch.device, generator: torch.Gener
     return Parts([to_device(part, device) for part in parts])
 
 
+def is_mean(model: nn.Module, loss: Loss, data: Data, device: torch.device) -> bool:
+    """Whether the loss of some rows is the mean over their halves; only then do parts of the data have the same target.
+
+    A loss that draws random numbers cannot be compared, and fixed data refuse it later.
+    """
+    rows = min(2 * _FEW, data.num_data) // 2 * 2
+    batch = to_device(data.fetch(slice(rows)), device)
+
+    def value(cut: slice) -> float:
+        return float(loss(model, part_of(batch, cut)).double().mean())
+
+    with _undisturbed(model), torch.no_grad():
+        try:
+            whole, again = value(slice(rows)), value(slice(rows))
+            halves = (value(slice(rows // 2)) + value(slice(rows // 2, rows))) / 2
+        except Exception:  # the loss is tried out next, with an error that describes the batch
+            return True
+    return whole != again or abs(whole - halves) <= _TOLERANCE * max(abs(whole), abs(halves))
+
+
 def _memory(device: torch.device) -> int:
-    """Bytes in all."""
+    """Bytes in all, or twice what is free where much of it is taken, or a container has less."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 8 << 30
+        free, total = torch.cuda.mem_get_info(device)
+        return min(total, 2 * free)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 8 << 30
+    available = free_memory()
+    return total if available is None else min(total, 2 * available)
 
 
 def _saved_bytes(model: nn.Module, loss: Loss, batch: Batch) -> int:

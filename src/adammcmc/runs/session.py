@@ -25,7 +25,7 @@ from adammcmc.posterior.store.encoding import stored_dtype
 from adammcmc.posterior.store.folder import FolderStore, MemoryStore, Store, read_manifest
 from adammcmc.posterior.store.records import MANIFEST
 from adammcmc.runs.checkpoint import state_of
-from adammcmc.runs.chunks import in_parts, rows_at_once
+from adammcmc.runs.chunks import in_parts, is_mean, rows_at_once
 from adammcmc.runs.factory import as_factory, build, check_tuned, finds_settings, given_options, innermost, scanned
 from adammcmc.runs.interrupts import deferred_interrupt
 from adammcmc.runs.loop import Loop, OneChain
@@ -118,9 +118,10 @@ class Session:
         """The whole data set: on the model's device, if it fits there, and in parts, if not all can be evaluated at once."""
         plan, data, size = self.plan, self.data, self._part_size
         if size is None and self._is_resumed:  # as the run was started
-            size = read_manifest(plan.folder)["configuration"].get("chunk_size")
+            size = read_manifest(plan.folder)["configuration"].get("chunk_size", data.num_data)
         if size is None:
-            size = rows_at_once(plan.model, self.loss, data, self.device, plan.num_chains)
+            together = plan.num_chains if plan.stacked or (plan.stacked is None and self._prefers_stack) else 1
+            size = rows_at_once(plan.model, self.loss, data, self.device, together)
         if size is None or size >= data.num_data:
             if self._divided:
                 raise ValueError(
@@ -133,6 +134,12 @@ class Session:
                 "`chunk_size` would change the target: BatchNorm in training mode takes its statistics from what is evaluated "
                 "at a time. Leave it out, or call model.eval()."
             )
+        if not is_mean(plan.model, self.loss, data, self.device):
+            raise ValueError(
+                f"the {data.num_data} examples are evaluated {size} at a time, and the loss of a batch is not the mean "
+                "of those of its halves: the target would depend on the chunks. Use a loss that is a mean over examples, or "
+                f"set chunk_size={data.num_data} to evaluate all at once, if there is memory for it."
+            )
         self.chunk_size = size
         generator = torch.Generator().manual_seed(derive_seed(plan.seed, -1)) if self._divided else None
         return in_parts(data, size, self.device, generator)
@@ -142,8 +149,7 @@ class Session:
         is_required = self.plan.stacked
         if is_required is None and self._is_resumed:  # as the run was started
             is_required = bool(read_manifest(self.plan.folder)["configuration"].get("stacked", False))
-        is_preferred = self.plan.num_chains > 1 and prefers_stack(self.device, self.model)
-        if not (is_preferred if is_required is None else is_required):
+        if not (self._prefers_stack if is_required is None else is_required):
             return None
         try:
             chains = self._join_chains()
@@ -154,6 +160,10 @@ class Session:
             warn(f"the chains run sequentially, because they cannot be stacked: {why}.")
             return None
         return chains
+
+    @property
+    def _prefers_stack(self) -> bool:
+        return self.plan.num_chains > 1 and prefers_stack(self.device, self.model)
 
     def _join_chains(self) -> StackedChains:
         plan = self.plan

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adammcmc.target.batches import Batch, Parts, num_rows, part_of, to_device
+from adammcmc.target.batches import Batch, Parts, joined_batches, num_rows, part_of, to_device
 from adammcmc.target.leaves import Leaves, by_chain, widen
 
 __all__ = ["BatchMetric", "fisher_metric"]
@@ -26,6 +26,7 @@ __all__ = ["BatchMetric", "fisher_metric"]
 LARGE = 10_000
 """Weights from which on burn-in takes its metric from batches: few directions are stiff, and steps are expensive."""
 _BATCHES = 64
+_STRETCHES = 16
 
 
 class BatchMetric:
@@ -91,7 +92,7 @@ def fisher_metric(network: Any, loss: Any, batch: Batch, precision: Leaves) -> L
         return None
     whole = network.potential(loss, batch, None)
     sums: list[list[Tensor]] | None = None
-    count, rows = 0, 0
+    count = 0
     devices = [network.device] if network.device.type == "cuda" else []
     with network.trial(whole) as params, torch.random.fork_rng(devices):
         for part in batches:
@@ -103,7 +104,7 @@ def fisher_metric(network: Any, loss: Any, batch: Batch, precision: Leaves) -> L
             grad = [g - start for g, start in zip(grad, first, strict=True)]
             torch._foreach_add_(sums[0], grad)
             torch._foreach_addcmul_(sums[1], grad, grad)
-            count, rows = count + 1, rows + num_rows(part)
+            count += 1
     assert sums is not None
     found = []
     for total, squares, q in zip(*sums, precision, strict=True):
@@ -119,14 +120,25 @@ def fisher_metric(network: Any, loss: Any, batch: Batch, precision: Leaves) -> L
 
 
 def _divided(batch: Batch) -> Iterator[Batch] | None:
-    """About 64 batches of one size; what is left over is not used."""
+    """64 batches of one size; what is left over is not used.
+
+    Each takes a few rows from each of many stretches of the data: where data are sorted by class, consecutive rows would differ
+    from one batch to the next by their class, and the variance would be up to b times too large.
+    """
     wholes = list(batch) if isinstance(batch, Parts) else [batch]
     try:
-        size = sum(map(num_rows, wholes)) // _BATCHES
-        if size < 1:
-            return None
-        part_of(wholes[0], slice(0, size))
+        rows = list(map(num_rows, wholes))
+        part_of(wholes[0], slice(0, 1))
     except Exception:  # rows that cannot be told apart
         return None
-    starts = [(whole, i) for whole in wholes for i in range(0, num_rows(whole) - size + 1, size)]
-    return (part_of(whole, slice(i, i + size)) for whole, i in starts)
+    stretches: list[tuple[Batch, int, int]] = []  # of which part, from which row on, how many rows for each batch
+    for whole, count in zip(wholes, rows, strict=True):
+        number = max(1, min(-(-_STRETCHES // len(wholes)), count // _BATCHES))
+        length = count // number
+        stretches += [(whole, i * length, length // _BATCHES) for i in range(number) if length >= _BATCHES]
+    if not stretches:
+        return None
+    return (
+        joined_batches([part_of(whole, slice(start + i * size, start + (i + 1) * size)) for whole, start, size in stretches])
+        for i in range(_BATCHES)
+    )

@@ -104,6 +104,11 @@ class Network(ABC):
     examples: Examples | None
     """The data as per-example losses; None if they are not available."""
 
+    @property
+    def has_rough_forces(self) -> bool:
+        """Whether gradients are computed in lower precision than losses."""
+        return False
+
     @abstractmethod
     def layout(self) -> Packing:
         """How the parameters of one chain lie in leaves."""
@@ -614,7 +619,7 @@ def _health_context(of: Chains, complaints: list[str], target_acceptance: float 
         "target_acceptance": target_acceptance,
         "coarse": coarse,
         # a gradient in reduced precision is too noisy for theta . grad U
-        "left_out": of.network.names if layers.reduced else of.network.scaled_away(),
+        "left_out": of.network.names if layers.reduced or of.network.has_rough_forces else of.network.scaled_away(),
     }
 
 

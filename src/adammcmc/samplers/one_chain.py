@@ -57,6 +57,10 @@ class LiveNetwork(Network):
         return self._holder.layout()
 
     @property
+    def has_rough_forces(self) -> bool:
+        return self._holder.forces != "float32"
+
+    @property
     def names(self) -> list[str]:
         return [self._holder.name(i) for i in range(len(self.layout().params))]
 
